@@ -23,7 +23,8 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})) as f:
+        encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
+        with os.fdopen(fd, mode, encoding=encoding, newline=newline) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -68,21 +69,26 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> int:
 
 def read_jsonl(path: Path) -> Iterator[dict]:
     """Objects of a JSON-lines file. Splits on \\n only: U+2028 inside a text is text."""
+    return (row for _, row in numbered_jsonl(path))
+
+
+def numbered_jsonl(path: Path, lines: Iterable[bytes] | None = None) -> Iterator[tuple[int, dict]]:
+    """(line number from 1, object); blank lines are passed over. `lines`: for a packed file."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file")
-    with open(path, encoding="utf-8", newline="\n") as f:
-        number = 0
-        try:
-            for number, line in enumerate(f, 1):  # noqa: B007
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise BadInput(f"{path}:{number}: not a JSON object")
-                    yield row
-        except json.JSONDecodeError as e:
-            raise BadInput(f"{path}:{number}: broken JSON: {e.msg}") from e
-        except UnicodeDecodeError as e:
-            raise BadInput(f"{path}:{number + 1}: not UTF-8: {e.reason}") from e
+    with open(path, "rb") as f:
+        for number, line in enumerate(f if lines is None else lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as e:
+                raise BadInput(f"{path}:{number}: not UTF-8: {e.reason}") from e
+            except json.JSONDecodeError as e:
+                raise BadInput(f"{path}:{number}: broken JSON: {e.msg}") from e
+            if not isinstance(row, dict):
+                raise BadInput(f"{path}:{number}: not a JSON object")
+            yield number, row
 
 
 def sha256(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What every stage has around its work: parameters, a place to journal, signals, one MLflow run.
 
 A stage file declares a `Stage` (the same parameters and dependencies as its entry in dvc.yaml; a
-test compares them) and a `run(job)`; `main` does the rest. Ways to end: 0 done, 2 the input is wrong
-(one line says what), 130/143 interrupted, 1 broken machinery with its traceback.
+test compares them) and a `run(job)`; `main` does the rest. Ends: 0 done, 2 the input is wrong (one
+line says what), 130 or 143 interrupted, 1 broken machinery with its traceback.
 """
 
 import argparse
@@ -12,10 +12,12 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,12 +43,12 @@ class Stage:
 
 @dataclass
 class Job:
-    """One run of one stage. Paths are relative to the repository, which is the working directory."""
+    """One run of one stage. Paths are relative to the repository, the working directory."""
 
     stage: Stage
     params: Params
     item: str | None
-    track: "tracking.Run"
+    track: tracking.Run
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -59,19 +61,25 @@ class Job:
         return deps(self.params, self.item) if callable(deps) else deps
 
     @cached_property
+    def chosen(self) -> dict[str, object]:
+        """The parameters that this stage depends on, by their dotted keys."""
+        chosen = {}
+        for key in (key.format(item=self.item) for key in self.stage.params):
+            node = asdict(self.params)  # type: ignore[call-overload]
+            for part in key.split("."):
+                node = node[part]
+            chosen[key] = node
+        return chosen
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the stage's parameters, inputs and code version: a retry finds its own work,
         another ablation cell never does."""
-        tree = asdict(self.params)  # type: ignore[call-overload]
-        chosen = {}
-        for key in self.stage.params:
-            node = tree
-            for part in key.format(item=self.item).split("."):
-                node = node[part]
-            chosen[key] = node
         version = read_yaml(ROOT / "code_versions.yaml")[self.stage.name]["version"]
         inputs = {dep: files.content_hash(Path(dep)) for dep in self.deps}
-        return files.digest([self.label, version, chosen, inputs])
+        fingerprint = files.digest([self.label, version, self.chosen, inputs])
+        self.track.tags({"fingerprint": fingerprint})
+        return fingerprint
 
     @cached_property
     def work(self) -> Path:
@@ -101,7 +109,7 @@ def main(stage: Stage, run: Callable[[Job], None]) -> None:
     try:
         params = load()
         if stage.items is not None and item not in stage.items(params):
-            raise BadInput(f"{stage.name}: no {item!r} in params.yaml, only {stage.items(params)}")
+            raise BadInput(f"no {item!r} in params.yaml, only {stage.items(params)}")
         _environment(params)
         sys.exit(_work(stage, run, params, item))
     except BadInput as e:
@@ -110,7 +118,10 @@ def main(stage: Stage, run: Callable[[Job], None]) -> None:
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise
-        print(f"{stage.name}: error: no space left on the disk of {e.filename or ROOT}", file=sys.stderr)
+        print(
+            f"{stage.name}: error: no space left on the disk of {e.filename or ROOT}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{stage.name}: interrupted; run it again to go on", file=sys.stderr)
@@ -123,6 +134,7 @@ def _work(stage: Stage, run: Callable[[Job], None], params: Params, item: str | 
     status = "FAILED"
     try:
         job.track = tracking.open_run(params, job.label)
+        job.track.params(job.chosen)
         run(job)
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
@@ -132,13 +144,19 @@ def _work(stage: Stage, run: Callable[[Job], None], params: Params, item: str | 
         _end_children()
         seconds, peak_mib = time.monotonic() - job.started, memory.stop()
         row = {"stage": job.label, "status": status, "seconds": round(seconds, 1)}
-        row |= {"peak_mib": round(peak_mib), "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        row |= {
+            "peak_mib": round(peak_mib),
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         Path("work").mkdir(exist_ok=True)
         with open("work/stages.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
         job.track.metrics({"stage_seconds": seconds, "peak_memory_mib": peak_mib})
         job.track.close(status)
-        print(f"{job.label}: {status.lower()} in {seconds:.0f} s, peak memory {peak_mib:,.0f} MiB", flush=True)
+        print(
+            f"{job.label}: {status.lower()} in {seconds:.0f} s, peak memory {peak_mib:,.0f} MiB",
+            flush=True,
+        )
     return 0
 
 
@@ -147,10 +165,15 @@ def _environment(params: Params) -> None:
     number holds for every library of the process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(params.engine.threads))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins takes its neighbour's core
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    online = {params.corpus.kind == "wiki18", params.questions.kind == "flashrag", params.policy.source == "hub"}
+    online = {
+        params.corpus.kind == "wiki18",
+        params.questions.kind == "flashrag",
+        params.policy.source == "hub",
+    }
     if True not in online:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -162,8 +185,14 @@ def _die_with_parent() -> None:
 
 
 def _handle_signals() -> None:
+    """The handlers unwind the stage. Python runs them when the main thread is back from C, which may
+    be minutes; so the deadline starts in a thread that the signal itself wakes."""
+    ends = socket.socketpair()
+    ends[1].setblocking(False)
+    signal.set_wakeup_fd(ends[1].fileno())
+    threading.Thread(target=_deadline, args=ends, daemon=True).start()
+
     def stop(number: int, _frame: object) -> None:
-        threading.Thread(target=_deadline, args=(128 + number,), daemon=True).start()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + number)
@@ -172,26 +201,22 @@ def _handle_signals() -> None:
         signal.signal(number, stop)
 
 
-def _deadline(code: int) -> None:
+def _deadline(woken: socket.socket, _wake: socket.socket) -> None:
+    number = woken.recv(1)[0]
     time.sleep(GRACE_S)
     _end_children(grace_s=1)
-    os._exit(code)
+    os._exit(128 + number)
 
 
 def _end_children(grace_s: float = 5) -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        _quietly(child.terminate)
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
     _, alive = psutil.wait_procs(children, timeout=grace_s)
     for child in alive:
-        _quietly(child.kill)
-
-
-def _quietly(act: Callable[[], None]) -> None:
-    try:
-        act()
-    except psutil.NoSuchProcess:
-        pass
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 class _PeakMemory:

@@ -1,5 +1,6 @@
 """The retriever contract and what every index says about itself."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,3 +37,12 @@ class Manifest:
     corpus_sha256: str
     kind: str
     shards: list[str]
+
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def clean(query: str) -> str:
+    """A query that every encoder and Lucene can take: control characters and lone surrogates (JSON
+    lets both through) become blanks. Empty afterwards: nothing to search for, so no hits."""
+    return _CONTROLS.sub(" ", query).strip()

@@ -1,0 +1,56 @@
+# Everything runs in .venv, which is made from requirements/cpu.lock. `make` lists the targets.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PY := .venv/bin/python
+ENV := .venv/.made
+TORCH = $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/cpu.lock)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHONUTF8 := 1
+
+.PHONY: help demo test check ui lock versions clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+
+demo: $(ENV) ## the whole DAG on the committed parameters, then the results table
+	@$(PY) -m flows.compose
+	@$(PY) -m flows.pipeline
+	@echo; cat report/results.md
+	@echo; echo "report     $(CURDIR)/report/index.html"
+	@echo "numbers    $(CURDIR)/report/results.json"
+	@echo "MLflow and Prefect pages: make ui"
+
+test: $(ENV) ## the test suite, a run of the whole DAG (experiment=smoke) included
+	@$(PY) -m pytest -m "not gpu and not network"
+
+check: $(ENV) ## lint, format, types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+ui: $(ENV) ## Prefect's and MLflow's pages on loopback, until Ctrl-C
+	@$(PY) -m flows.ui
+
+versions: $(ENV) ## record the code behind each stage again (results cannot have changed)
+	@$(PY) -m flows.versions
+
+lock: $(ENV) ## write requirements/cpu.lock from what .venv holds
+	@{ sed '/^[^#]/,$$d' requirements/cpu.lock; $(PY) -m pip freeze --all --exclude-editable --exclude pip; } > requirements/.cpu.lock
+	@mv requirements/.cpu.lock requirements/cpu.lock && touch $(ENV)
+
+clean: ## remove artifacts, journals and records, but not DVC's cache nor .venv
+	@rm -rf data models results report work mlflow.db* mlartifacts .prefect
+
+$(ENV): requirements/cpu.lock pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo "error: Python 3.11 is needed, $$("$(PYTHON)" --version 2>&1) was found; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	"$(PYTHON)" -m venv .venv
+	$(PY) -m pip install -q --no-deps $(TORCH) 2>/dev/null \
+	  || $(PY) -m pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
+	$(PY) -m pip install -q --no-deps -r requirements/cpu.lock
+	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	$(PY) -c 'import torch'
+	@touch $(ENV)

@@ -1,0 +1,99 @@
+"""The ReAct control: same tool, same words, same total context, but the history is kept.
+
+One trajectory is one context that grows: action, observation, action, … It is one Turn (n_i = 1)
+with several sampled spans: `action` is the whole talk after the prompt, `query` has a line per
+search, `hits` are those of all searches. The policy is asked to answer on the last round, which
+comes when the rounds are used up or when another would not fit agent.max_context_tokens.
+"""
+
+import time
+from collections.abc import Callable
+
+from memsearcher.agent.chat import Chat
+from memsearcher.agent.context import Context, request, text_of
+from memsearcher.agent.contract import Search
+from memsearcher.agent.parsing import Answer, parse_action
+from memsearcher.agent.prompts import Prompts
+from memsearcher.engine.contract import Engine, Sampling
+from memsearcher.files import BadInput
+from memsearcher.params import Agent as AgentParams
+from memsearcher.types import Hit, Question, StopReason, Trajectory, Turn
+
+
+class ReAct:
+    def __init__(self, params: AgentParams, chat: Chat, k: int) -> None:
+        self.k = k
+        self._params, self._chat = params, chat
+        self._prompts = Prompts(chat, params, "react")
+        self._round = params.max_observation_tokens + params.max_action_tokens
+        worst = self._prompts.longest_turn() + params.max_action_tokens + self._round
+        if worst > params.max_context_tokens:
+            raise BadInput(
+                f"agent.max_context_tokens: {params.max_context_tokens}, but question, two actions "
+                f"and one observation may need {worst} ({params.template} template)"
+            )
+
+    async def run(
+        self,
+        question: Question,
+        member: int,
+        engine: Engine,
+        search: Search,
+        *,
+        sampling: Sampling,
+        max_turns: int,
+        seed: int,
+        on_turn: Callable[[Turn], None] | None = None,
+    ) -> Trajectory:
+        context = Context(self._prompts.turn(question.text, "", last=max_turns == 1))
+        queries: list[str] = []
+        hits: list[Hit] = []
+        bad_query = False
+        answer: str | None = None
+        number, last = 1, max_turns == 1
+        while True:
+            limit = self._params.max_action_tokens
+            asked = request(sampling, self._chat, limit, seed, question, member, number, "action")
+            said = await context.sample("action", engine, asked)
+            parsed = parse_action(text_of(self._chat, said), said.stopped)
+            if isinstance(parsed, StopReason):
+                stop = parsed
+                break
+            if isinstance(parsed, Answer):
+                stop, answer = StopReason.ANSWERED, parsed.text
+                break
+            if last:
+                stop = StopReason.MAX_TURNS
+                break
+            number += 1
+            passages = None
+            if parsed.query is None:
+                bad_query = True
+            else:
+                queries.append(parsed.query)
+                started = time.monotonic()
+                found = await search(parsed.query)
+                context.clock("search", started)
+                hits += [hit for hit, _ in found]
+                passages = [passage for _, passage in found]
+            room = self._params.max_context_tokens - len(context) - 2 * self._round
+            last = number == max_turns or room < 0
+            context.put(self._prompts.observation(passages, last=last))
+        turn = Turn(
+            prompt_ids=context.prompt_ids,
+            response_ids=context.ids,
+            mask=context.mask,
+            sampler_logprobs=context.logprobs,
+            action=self._chat.decode(context.ids[: -1 if said.stopped else None]),
+            memory_before="",
+            query="\n".join(queries) if queries else None,
+            hits=tuple(hits),
+            bad_query=bad_query,
+            action_tokens=context.tokens["action"],
+            observation_tokens=context.tokens["observation"],
+            seconds=context.seconds,
+            weight_version=context.weight_version,
+        )
+        if on_turn is not None:
+            on_turn(turn)
+        return Trajectory(question, member, (turn,), stop, answer)

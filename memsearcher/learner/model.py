@@ -1,0 +1,81 @@
+"""The policy as a module: log-probs out, weights in and out of safetensors. Knows no DeepSpeed."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memsearcher.grpo import token_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LogProbs(torch.nn.Module):
+    """The policy with a head that returns what the loss needs. One module, so that DeepSpeed sees
+    one forward pass; the Hugging Face model is `policy`."""
+
+    def __init__(self, policy: "PreTrainedModel", temperature: float) -> None:
+        super().__init__()
+        self.policy = policy
+        self.temperature = temperature
+        self.vocabulary = int(policy.config.vocab_size)
+        self.tied = policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
+
+    def forward(
+        self, input_ids: Tensor, select: Tensor, targets: Tensor, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(M, L), (M, L), (N,) -> (N,) log-probs, (N,) entropies; the head sees N tokens only."""
+        out = self.policy.model(input_ids=input_ids, use_cache=False)
+        hidden = out.last_hidden_state  # (M, L, D)
+        return token_logprobs(
+            hidden[select],
+            self.policy.lm_head,
+            targets,
+            vocabulary=self.vocabulary,
+            temperature=self.temperature,
+            entropy_grad=entropy_grad,
+        )
+
+
+class SkippableAdamW(torch.optim.AdamW):
+    """`skip` turns one step into nothing while DeepSpeed still clears what it has accumulated."""
+
+    skip = False
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not self.skip:
+            super().step(closure)
+
+
+def load_policy(folder: Path, dtype: torch.dtype) -> "PreTrainedModel":
+    """A Hugging Face folder -> model in training mode. Safetensors only, no code of the folder."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+    )
+    return model.train()
+
+
+class UnreadableExport(RuntimeError):
+    """A saved policy does not read back as it was; the message names the tensors."""
+
+
+def save_policy(state: dict[str, Tensor], like: Path, folder: Path, dtype: torch.dtype) -> None:
+    """A Hugging Face folder: `state` as safetensors and everything else that lies in `like`.
+    Reloaded once: a model that cannot be read back is not a result."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in like.iterdir():
+        weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        if path.is_file() and not weights:
+            shutil.copyfile(path, folder / path.name)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    again = dict(load_policy(folder, dtype).named_parameters())
+    wrong = [n for n, p in state.items() if n not in again or not torch.equal(p, again[n].data)]
+    if wrong or len(again) != len(state):
+        raise UnreadableExport(f"{folder}: reads back differently: {wrong or sorted(again)}")

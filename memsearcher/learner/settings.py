@@ -1,0 +1,40 @@
+"""What a learner is told once: where it starts, how it steps, how it is spread over devices."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`folder` is the starting policy, `reference` the frozen one (None: no KL term)."""
+
+    folder: Path
+    lr: float
+    max_tokens_per_microbatch: int
+    reference: Path | None = None
+    temperature: float = 1.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    lr_warmup_steps: int = 0
+    zero_stage: int = 0
+    offload: bool = False
+    gradient_checkpointing: bool = False
+
+    def for_deepspeed(self, bf16: bool) -> dict[str, object]:
+        """DeepSpeed's configuration. Accumulation is ours: 1 here, and the learner sets the
+        boundary by hand before each backward pass."""
+        zero: dict[str, object] = {"stage": self.zero_stage}
+        if self.offload and self.zero_stage:
+            zero["offload_optimizer"] = {"device": "cpu"}
+            if self.zero_stage == 3:
+                zero["offload_param"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": bf16},
+            "steps_per_print": 10**9,
+        }

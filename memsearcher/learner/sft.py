@@ -1,0 +1,64 @@
+"""Supervised steps: what a teacher's turns, and a tiny policy's copying exercise, are as rows.
+
+The optimiser step is the learner's own; this file chooses rows and counts.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from memsearcher.learner.collate import Row, row
+from memsearcher.learner.deepspeed import Learner
+from memsearcher.learner.losses import ImitationLoss
+from memsearcher.training import Record, draw
+from memsearcher.types import StopReason, Trajectory
+
+COPY_WORDS = 12
+COPY_ROWS = 64
+
+
+def copying_rows(words: Sequence[int], seed: int, step: int) -> list[Row]:
+    """COPY_ROWS sequences of COPY_WORDS random word tokens, each written twice; loss on the second.
+
+    Why: to use a passage a policy must copy names that it never saw in training. Attention heads
+    that do so form in any language model that read enough text, but a small random transformer
+    does not find them from a few hundred traces: it learns the tags and guesses the names.
+    """
+    rng = random.Random(f"copying {seed} {step}")
+    made = []
+    for _ in range(COPY_ROWS):
+        ids = [rng.choice(words) for _ in range(COPY_WORDS)] * 2
+        made.append(Row(ids, COPY_WORDS, [True] * COPY_WORDS, [0.0] * COPY_WORDS))
+    return made
+
+
+def verdict(trajectory: Trajectory, keep_wrong: bool) -> str:
+    """`kept`, or why the trajectory is not an example. Needs its reward parts.
+
+    `keep_wrong` keeps every trajectory that ended by the teacher's own doing, mistakes included.
+    """
+    if trajectory.stop is StopReason.INFRA_FAILED or keep_wrong:
+        return "kept" if trajectory.stop is not StopReason.INFRA_FAILED else trajectory.stop.value
+    if trajectory.stop is not StopReason.ANSWERED or not trajectory.reward_parts["format"]:
+        return trajectory.stop.value
+    return "kept" if trajectory.reward_parts["em"] else "wrong answer"
+
+
+def examples(trajectories: Sequence[Trajectory]) -> list[Row]:
+    """Every turn that says something, loss on what the teacher said only."""
+    made = [row(turn, trajectory=each.id) for each in trajectories for turn in each.turns]
+    return [replace(r, advantage=1.0) for r in made if r.count]
+
+
+def turns_of(rows: Sequence[Row], seed: int, count: int) -> Callable[[int], list[Row]]:
+    """step (1, 2, …) -> its rows. Fewer rows than `count` in all: every step takes all of them."""
+    count = min(count, len(rows))
+    return lambda step: draw(rows, seed, step - 1, count)
+
+
+def imitate(
+    learner: Learner, rows_of: Callable[[int], list[Row]], done: int, steps: int
+) -> Iterator[Record]:
+    """Steps done+1 … steps; one record each."""
+    for step in range(done + 1, steps + 1):
+        yield {"step": step, **learner.update([rows_of(step)], ImitationLoss())}

@@ -1,0 +1,123 @@
+"""Around the algorithm: which questions a step takes, what a step is measured by, its journal.
+
+No engine is opened and no model is loaded here; `stages/train.py` is the loop.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TypeVar
+
+from memsearcher import files
+from memsearcher.engine.contract import Engine, Sampling
+from memsearcher.files import BadInput
+from memsearcher.learner.collate import Row
+from memsearcher.learner.deepspeed import Learner
+from memsearcher.types import StopReason, Trajectory
+
+T = TypeVar("T")
+Record = dict[str, float | int | str]
+
+
+class TooManyFailures(RuntimeError):
+    """Broken machinery in more trajectories than train.max_failed_share; tells the first cause."""
+
+
+class WeightsDiffer(RuntimeError):
+    """Engine and learner disagree about log-probs after an update by more than the bound."""
+
+
+def draw(pool: Sequence[T], seed: int, step: int, count: int) -> list[T]:
+    """The `count` members of step `step` (0, 1, …): a pure function of (seed, step), so that a
+    resumed run sees what an uninterrupted one sees. Each epoch is a new order; the remainder that
+    does not fill a step is left out of its epoch, so no step holds a member twice."""
+    per_epoch = len(pool) // count
+    if not per_epoch:
+        raise BadInput(f"{count} questions a step asked of {len(pool)}")
+    epoch, place = divmod(step, per_epoch)
+    order = list(range(len(pool)))
+    random.Random(f"order {seed} {epoch}").shuffle(order)
+    return [pool[i] for i in order[place * count : (place + 1) * count]]
+
+
+def check_failures(trajectories: Sequence[Trajectory], allowed: float) -> None:
+    failed = [t for t in trajectories if t.stop is StopReason.INFRA_FAILED]
+    if failed and len(failed) > allowed * len(trajectories):
+        raise TooManyFailures(
+            f"{len(failed)} of {len(trajectories)} trajectories failed, allowed share {allowed}; "
+            f"{failed[0].id}: {failed[0].failure}"
+        )
+
+
+def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> Record:
+    """What people look at, over valid trajectories (not turns: a long one is one vote, D17)."""
+    valid = [t for t in trajectories if t.stop is not StopReason.INFRA_FAILED]
+    record: Record = {"trajectories": len(trajectories), "failed": len(trajectories) - len(valid)}
+    if not valid:
+        return record
+    record["reward"] = fmean(t.reward for t in valid)
+    for part in valid[0].reward_parts:
+        record[part] = fmean(t.reward_parts[part] for t in valid)
+    record["turns"] = fmean(len(t.turns) for t in valid)
+    record["searches"] = fmean(sum(turn.query is not None for turn in t.turns) for t in valid)
+    contexts = [t.context_tokens for t in valid]
+    for k in range(max(len(c) for c in contexts)):
+        record[f"context_tokens_turn_{k + 1}"] = fmean(c[k] for c in contexts if len(c) > k)
+    record["context_tokens_max"] = max((max(c) for c in contexts if c), default=0)
+    memories = [turn for t in valid for turn in t.turns if turn.memory_after is not None]
+    record["memory_tokens"] = fmean(m.memory_tokens for m in memories) if memories else 0.0
+    record["memory_cut_rate"] = fmean(m.memory_cut for m in memories) if memories else 0.0
+    record["response_tokens"] = fmean(sum(sum(turn.mask) for turn in t.turns) for t in valid)
+    stops = Counter(t.stop for t in trajectories)
+    record |= {f"stop_{stop.value}": stops[stop] / len(trajectories) for stop in StopReason}
+    groups: dict[str, list[float]] = {}
+    for t in valid:
+        groups.setdefault(t.question.id, []).append(t.reward)
+    record["zero_variance_share"] = fmean(max(g) == min(g) for g in groups.values())
+    record["advantage_std"] = pstdev(advantages)
+    record["advantage_max"] = max(abs(a) for a in advantages)
+    return record
+
+
+async def probe(
+    engine: Engine, learner: Learner, prompts: Sequence[list[int]], sampling: Sampling
+) -> float:
+    """Largest |Δ log-prob| between engine and learner over tokens that the engine samples now."""
+    said = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+    rows = [
+        Row([*prompt, *each.ids], len(prompt), [True] * len(each.ids), each.logprobs)
+        for prompt, each in zip(prompts, said, strict=True)
+    ]
+    ours = learner.logprobs(rows)
+    return max(
+        abs(a - b)
+        for row, own in zip(rows, ours, strict=True)
+        for a, b in zip(row.sampler_logprobs, own, strict=True)
+    )
+
+
+class Log:
+    """JSON lines with a `step` each. Opened after a resume it forgets the steps not kept."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        kept = [r for r in files.read_jsonl(path) if r["step"] <= done] if path.is_file() else []
+        files.write_jsonl(path, kept)
+        self.path = path
+
+    def add(self, *records: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+
+    def rows(self) -> list[dict]:
+        return list(files.read_jsonl(self.path))
+
+
+def brief(record: Record, names: Iterable[str]) -> str:
+    """`name value` pairs of one step for a terminal."""
+    return "  ".join(
+        f"{n} {record[n]:.4g}" for n in names if isinstance(record.get(n), int | float)
+    )

@@ -1,0 +1,279 @@
+"""Multi-context GRPO: one agent from its start to models/train/<agent>.
+
+    python -m stages.train memsearcher
+
+The loop stands in `_steps`. A killed run goes on at its last checkpoint; the data order is a pure
+function of (seed, step). Engine and learner take turns: one computes while the other idles.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memsearcher import files
+from memsearcher.params import Params
+from memsearcher.types import Question, Trajectory
+from stages.frame import Job, Stage, main
+
+if TYPE_CHECKING:
+    from memsearcher.agent.contract import Agent
+    from memsearcher.engine.contract import Engine, Sampling
+    from memsearcher.learner.deepspeed import Learner
+    from memsearcher.retrieval.contract import Retriever
+    from memsearcher.training import Record
+
+
+def _deps(params: Params, item: str | None) -> tuple[str, ...]:
+    data = ("data/corpus", "data/index", "data/bm25", "data/questions")
+    return (*data, params.agents[item].after)  # type: ignore[index]
+
+
+STAGE = Stage(
+    "train",
+    params=(
+        *("seed", "world", "bm25", "search", "policy", "agent", "engine", "reward", "train"),
+        "agents.{item}",
+    ),
+    deps=_deps,
+    items=lambda params: list(params.agents),
+)
+SHOWN = ("reward", "em", "turns", "context_tokens_max", "kl", "clip_fraction", "tokens_per_s")
+PROBES = 4  # prompts that engine and learner are compared on after each update
+KEPT_ROLLOUTS = 4  # trajectories of each step that are written down for people
+
+
+def run(job: Job) -> None:
+    asyncio.run(_train(job))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step works with."""
+
+    agent: "Agent"
+    engine: "Engine"
+    retriever: "Retriever"
+    learner: "Learner"
+    train: list[Question]
+    dev: list[Question]
+
+
+async def _train(job: Job) -> None:
+    from memsearcher.agent.chat import Chat
+    from memsearcher.engine.factory import open_engine
+    from memsearcher.learner.deepspeed import Learner, Settings
+    from memsearcher.learner.ranks import Ranks
+    from memsearcher.policy import policy_folder
+    from memsearcher.questions import read_questions
+    from memsearcher.retrieval.factory import open_retriever
+    from memsearcher.rollout import make_agent
+
+    assert job.item is not None
+    params, t = job.params, job.params.train
+    entry = params.agents[job.item]  # type: ignore[index]
+    start = policy_folder(params, entry.after if entry.init == "warmup" else None)
+    settings = Settings(
+        folder=start,
+        reference=start if t.kl_coef else None,
+        lr=t.lr,
+        max_tokens_per_microbatch=t.max_tokens_per_microbatch,
+        temperature=t.temperature,
+        weight_decay=t.weight_decay,
+        max_grad_norm=t.max_grad_norm,
+        zero_stage=t.zero_stage,
+        offload=t.offload,
+        gradient_checkpointing=t.gradient_checkpointing,
+    )
+    _room(job, start)
+    retriever = open_retriever(params)
+    agent = make_agent(job.item, params, Chat(start))  # type: ignore[arg-type]
+    engine = await open_engine(params, start)  # before the ranks: vLLM reads RANK and its like too
+    try:
+        learner = Learner.open(settings, Ranks(t.ranks))
+        train = read_questions(Path("data/questions/train.jsonl"))
+        dev = read_questions(Path("data/questions/dev.jsonl"))[: t.dev_questions]
+        await _steps(job, Parts(agent, engine, retriever, learner, train, dev))
+        learner.close()
+    finally:
+        await engine.close()
+
+
+async def _steps(job: Job, parts: Parts) -> None:
+    """questions → trajectories → rewards → advantages → update → weights to the engine → …"""
+    from tqdm import tqdm
+
+    from memsearcher import training
+    from memsearcher.agent.scoring import with_reward
+    from memsearcher.engine.contract import Sampling
+    from memsearcher.grpo import group_advantages
+    from memsearcher.learner.collate import by_questions, rows
+    from memsearcher.learner.losses import PolicyLoss
+    from memsearcher.rollout import to_json
+
+    params, t, learner = job.params, job.params.train, parts.learner
+    loss = PolicyLoss.of(t)
+    sampling = Sampling(params.agent.max_action_tokens, t.temperature, t.top_p, t.top_k)
+    done = learner.resume(job.work / "checkpoints")
+    log = training.Log(job.work / "metrics.jsonl", done)
+    rollouts = training.Log(job.work / "rollouts.jsonl", done)
+    if done:
+        job.say(f"goes on after step {done}")
+        await parts.engine.update_weights(learner.weights())
+    elif t.eval_every:
+        first = await _dev(job, parts, 0)
+        log.add(first)
+        job.track.metrics({"dev_em": first["dev_em"]}, step=0)
+
+    for step in tqdm(range(done + 1, t.steps + 1), desc=job.label, unit="step", mininterval=2):
+        began = time.monotonic()
+        questions = training.draw(parts.train, params.seed, step - 1, t.questions_per_step)
+        jobs = [(question, member) for question in questions for member in range(t.group_size)]
+        trajectories = await _roll_out(
+            job, parts, jobs, sampling, params.agent.max_turns_train, step
+        )
+        training.check_failures(trajectories, t.max_failed_share)
+        trajectories = [with_reward(each, params.reward.preset) for each in trajectories]
+        advantages = group_advantages(
+            [each.reward for each in trajectories],
+            [each.question.id for each in trajectories],
+            valid=[each.failure is None for each in trajectories],
+            normalise=t.normalise,
+        )
+        rolled = time.monotonic()
+
+        await parts.engine.sleep()
+        sets = by_questions(trajectories, t.minibatches)
+        chosen = [rows([trajectories[i] for i in s], [advantages[i] for i in s]) for s in sets]
+        record: Record = {"step": step, **training.describe(trajectories, advantages)}
+        record |= learner.update(chosen, loss)
+
+        updated = time.monotonic()
+        await parts.engine.wake()
+        await parts.engine.update_weights(learner.weights())
+        record["probe_gap"] = await _probe(job, parts, trajectories, sampling)
+        record |= {
+            "weight_version": parts.engine.weight_version,
+            "seconds_rollout": rolled - began,
+            "seconds_weights": time.monotonic() - updated,
+        }
+        if t.eval_every and step % t.eval_every == 0:
+            record |= await _dev(job, parts, step)
+        record["seconds"] = time.monotonic() - began
+        log.add(record)
+        shown = [each for each in trajectories if each.member == 0][:KEPT_ROLLOUTS]
+        rollouts.add(*({"step": step} | to_json(each) for each in shown))
+        job.track.metrics({n: v for n, v in record.items() if not isinstance(v, str)}, step=step)
+        job.say(f"step {step}/{t.steps}  {training.brief(record, SHOWN)}")
+        if step % t.checkpoint_every == 0 or step == t.steps:
+            learner.save(job.work / "checkpoints", step, t.keep_checkpoints)
+
+    _publish(job, learner, log, rollouts)
+
+
+async def _roll_out(
+    job: Job,
+    parts: Parts,
+    jobs: list[tuple[Question, int]],
+    sampling: "Sampling",
+    max_turns: int,
+    step: int,
+) -> list[Trajectory]:
+    from memsearcher.rollout import roll_out
+
+    return await roll_out(
+        parts.agent,
+        jobs,
+        parts.engine,
+        parts.retriever,
+        sampling=sampling,
+        max_turns=max_turns,
+        seed=job.params.seed * 1_000_003 + step,
+        concurrency=job.params.engine.max_num_seqs,
+        deterministic=job.params.engine.kind == "inprocess",
+    )
+
+
+async def _probe(
+    job: Job, parts: Parts, trajectories: list[Trajectory], sampling: "Sampling"
+) -> float:
+    """The prefix cache was reset and the weights arrived, or the run stops here."""
+    from memsearcher import training
+
+    prompts = [each.turns[-1].prompt_ids for each in trajectories if each.turns][:PROBES]
+    if not prompts:
+        return 0.0
+    gap = await training.probe(parts.engine, parts.learner, prompts, sampling)
+    bound = job.params.train.probe_bound
+    if not gap <= bound:
+        raise training.WeightsDiffer(
+            f"engine and learner differ by {gap:.3g} in log-prob after the update, "
+            f"train.probe_bound is {bound:.3g}"
+        )
+    return gap
+
+
+async def _dev(job: Job, parts: Parts, step: int) -> dict[str, float]:
+    """Greedy EM on the dev questions; the policy is kept where no earlier one was better."""
+    from memsearcher import training
+    from memsearcher.agent.scoring import em
+    from memsearcher.engine.contract import Sampling
+
+    greedy = Sampling(job.params.agent.max_action_tokens, temperature=0.0)
+    jobs = [(question, 0) for question in parts.dev]
+    trajectories = await _roll_out(job, parts, jobs, greedy, job.params.agent.max_turns_eval, 0)
+    training.check_failures(trajectories, 0.0)
+    value = sum(em(t.answer, t.question.golds) for t in trajectories) / len(trajectories)
+    best = job.work / "best.json"
+    if not best.is_file() or value > files.read_json(best)["dev_em"]:
+        files.remove(job.work / "part")
+        parts.learner.export(job.work / "part")
+        files.publish(job.work / "part", job.work / "best")
+        files.write_json(best, {"step": step, "dev_em": value})
+    return {"step": step, "dev_em": value}
+
+
+def _publish(job: Job, learner: "Learner", log: object, rollouts: object) -> None:
+    """models/train/<agent>: the best policy on dev, or the last one where dev was never asked."""
+    from memsearcher.training import Log
+
+    assert isinstance(log, Log)
+    assert isinstance(rollouts, Log)
+    records = log.rows()
+    steps = [r for r in records if "reward" in r]
+    summary = {"steps": job.params.train.steps, "exported": "last", "agent": job.item}
+    if job.params.train.eval_every:
+        best = files.read_json(job.work / "best.json")
+        summary |= {"exported": "best", "best_step": best["step"], "best_dev_em": best["dev_em"]}
+        summary["dev_em"] = {str(r["step"]): r["dev_em"] for r in records if "dev_em" in r}
+        policy = job.work / "best"
+    else:
+        policy = job.work / "last"
+        files.remove(policy)
+        learner.export(policy)
+    if steps:
+        summary |= {"first_reward": steps[0]["reward"], "last_reward": steps[-1]["reward"]}
+        summary["skipped_steps"] = sum(r.get("skipped_steps", 0) for r in steps)
+        summary["failed_trajectories"] = sum(r["failed"] for r in steps)
+        summary["seconds"] = sum(r["seconds"] for r in steps)
+    made = job.work / "results"
+    files.remove(made)
+    files.write_jsonl(made / "metrics.jsonl", records)
+    files.write_jsonl(made / "rollouts.jsonl", rollouts.rows())
+    files.write_json(made / "summary.json", summary)
+    files.publish(policy, Path(f"models/train/{job.item}"))
+    files.publish(made, Path(f"results/train/{job.item}"))
+    job.track.artifact(Path(f"results/train/{job.item}/summary.json"))
+
+
+def _room(job: Job, start: Path) -> None:
+    """States the disk use before the first step: float32 weights, two moments, a master copy."""
+    weights = sum(p.stat().st_size for p in start.glob("*.safetensors"))
+    needed = 4 * weights * (job.params.train.keep_checkpoints + 1) + 3 * weights
+    files.require_room(job.work, needed, f"{job.label}: checkpoints and exports")
+    job.say(f"checkpoints and exports take up to {needed / 2**20:,.0f} MiB")
+
+
+if __name__ == "__main__":
+    main(STAGE, run)

@@ -1,0 +1,145 @@
+"""Copies of this repository for tests of the pipeline around it: whole, or with four toy stages."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY_DVC = """
+stages:
+  one:
+    desc: the first
+    cmd: python -m stages.one
+    params: [seed]
+    outs: [data/one]
+    meta: {needs: network, retries: 1}
+  two:
+    foreach: ${agents}
+    do:
+      desc: one for each agent
+      cmd: python -m stages.two ${key}
+      deps: [data/one]
+      params: [seed]
+      outs: ["data/two-${key}"]
+  three:
+    cmd: python -m stages.three
+    deps: [data/one]
+    params: [seed, "agent.max_memory_tokens"]
+    outs: [data/three]
+    meta: {needs: gpu}
+  four:
+    cmd: python -m stages.four
+    deps: [data/two-memsearcher, data/three]
+    params: [seed]
+    outs: [data/four]
+"""
+TOY_STAGE = """
+import hashlib, os, subprocess, sys, time
+from pathlib import Path
+from memsearcher.files import BadInput, publish
+from stages.frame import Job, Stage, main
+
+STAGE = Stage({name!r}, ({params}), ({deps}), items={items})
+
+def run(job: Job) -> None:
+    how = os.environ.get("TOY_" + job.stage.name.upper(), "")
+    with open("ran", "a") as f:
+        f.write(job.label + "\\n")
+    if how == "sleep":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path("sleeping").write_text(str(os.getpid()))
+        time.sleep(600)
+    if how == "stuck":
+        Path("sleeping").write_text(str(os.getpid()))
+        hashlib.pbkdf2_hmac("sha256", b"in C", b"for minutes", 10**9)
+    if how == "bad":
+        raise BadInput("data/x.jsonl:7: broken JSON")
+    if how == "broken":
+        raise RuntimeError("the machinery broke")
+    (job.work / "made").write_text(job.fingerprint)
+    job.track.metrics({{"made": 1}})
+    publish(job.work / "made", Path({out!r}.format(item=job.item)))
+
+if __name__ == "__main__":
+    main(STAGE, run)
+"""
+TOY_STAGES = (
+    ("one", "'seed',", "", "None"),
+    ("two", "'seed',", "'data/one',", "lambda params: list(params.agents)"),
+    ("three", "'seed', 'agent.max_memory_tokens',", "'data/one',", "None"),
+    ("four", "'seed',", "'data/two-memsearcher', 'data/three',", "None"),
+)
+
+
+def clone(to: Path) -> Path:
+    """The working tree as git would commit it now, in a fresh repository without an identity."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    subprocess.run(["git", "init", "-q", "."], cwd=to, check=True)
+    return to
+
+
+def toy(to: Path) -> Path:
+    """Four stages of no time around the real frame, flows and tracking."""
+    clone(to)
+    (to / "dvc.lock").unlink(missing_ok=True)
+    (to / "dvc.yaml").write_text(TOY_DVC)
+    for path in (to / "stages").glob("*.py"):
+        if path.name not in ("__init__.py", "frame.py"):
+            path.unlink()
+    for name, params, deps, items in TOY_STAGES:
+        out = "data/two-{item}" if name == "two" else f"data/{name}"
+        text = TOY_STAGE.format(name=name, params=params, deps=deps, items=items, out=out)
+        (to / "stages" / f"{name}.py").write_text(text)
+    versions = [f'{name}: {{version: 1, code: ""}}\n' for name, *_ in TOY_STAGES]
+    (to / "code_versions.yaml").write_text("".join(versions))
+    return to
+
+
+def environment(root: Path, **more: str) -> dict[str, str]:
+    """As a user has it, except that tracking stays in `root` and our Python is `python`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MEMSEARCHER_"))}
+    kept.pop("MLFLOW_TRACKING_URI", None)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    return {**kept, "PATH": path, "LANG": "C", "OMP_NUM_THREADS": "1", **more}
+
+
+def run(
+    root: Path, *words: str, timeout_s: float = 300, **more: str
+) -> subprocess.CompletedProcess:
+    """`python -m WORDS` in `root`; output and errors together in stdout."""
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=root,
+        env=environment(root, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def living(root: Path) -> list[str]:
+    """Command lines of the processes that work in `root`, the uploader aside: it ends by itself."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if Path(process.cwd()) == root and "memsearcher.uploader" not in process.cmdline():
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+        except (psutil.Error, OSError):
+            continue
+    return found

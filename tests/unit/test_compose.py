@@ -1,0 +1,82 @@
+"""conf/ → params.yaml: the committed file, every experiment, and what is wrong by name."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from dvc.utils.hydra import compose_and_dump
+
+from flows.compose import composed
+from memsearcher import params
+from memsearcher.files import ROOT, BadInput
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+NEEDED = {"laptop": ["corpus.path=a.jsonl", "questions.path=b"]}
+
+
+def test_demo_is_the_committed_file() -> None:
+    assert composed([]) == (ROOT / "params.yaml").read_text()
+    assert composed(["experiment=demo"]) == composed([])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes(name: str) -> None:
+    made = params.validate(yaml.safe_load(composed([f"experiment={name}", *NEEDED.get(name, [])])))
+    assert made.tracking.experiment.startswith("memsearcher")
+
+
+def test_keys_keep_the_order_of_config() -> None:
+    written = list(yaml.safe_load((ROOT / "conf/config.yaml").read_text()))
+    made = list(yaml.safe_load(composed([])))
+    assert [key for key in made if key in written] == written[1:]  # the first is `defaults`
+
+
+def test_dvc_composes_the_same_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "params.yaml"
+    compose_and_dump(out, str(ROOT / "conf"), None, "config", str(ROOT), ["experiment=smoke"])
+    assert out.read_text() == composed(["experiment=smoke"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["experiment=nope"], "experiment/nope"),
+        (["agents=nope"], "agents/nope"),
+        (["agent.nope=1"], "agent.nope"),
+        (["+agent.nope=1"], "agent.nope: unknown key"),
+        (["~agent.max_memory_tokens"], "agent.max_memory_tokens: missing"),
+        (["agent.max_memory_tokens=many"], "agent.max_memory_tokens"),
+        (["experiment=laptop"], "corpus.path"),
+        (["experiment=laptop", "corpus.path=a"], "questions.path"),
+        (["seed"], "'seed': not KEY=VALUE"),
+        (["corpus.path=a(b"], "corpus.path=a(b"),
+        (["seed=${nope}"], "nope"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(overrides: list[str], named: str) -> None:
+    with pytest.raises(BadInput) as e:
+        composed(overrides)
+    assert named in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("fault", ["seed: '???'\n", "seed: [\n", "new: 1\nseed: 1\n", ""])
+def test_faults_in_conf_are_named(tmp_path: Path, fault: str) -> None:
+    conf = shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    text = (conf / "config.yaml").read_text()
+    (conf / "config.yaml").write_text(text.replace("seed: 17\n", fault, 1))
+    with pytest.raises(BadInput, match=r"seed|config\.yaml|new"):
+        composed([], conf)
+
+
+def test_a_wrong_experiment_ends_with_2_and_writes_nothing() -> None:
+    before = (ROOT / "params.yaml").read_bytes()
+    command = [sys.executable, "-m", "flows.compose", "experiment=nope"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert (ROOT / "params.yaml").read_bytes() == before
