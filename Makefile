@@ -47,10 +47,12 @@ clean: ## remove artifacts, journals and records, but not DVC's cache nor .venv
 $(ENV): requirements/cpu.lock pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
 	  echo "error: Python 3.11 is needed, $$("$(PYTHON)" --version 2>&1) was found; set PYTHON=/path/to/python3.11" >&2; exit 2; }
-	"$(PYTHON)" -m venv .venv
-	$(PY) -m pip install -q --no-deps $(TORCH) 2>/dev/null \
-	  || $(PY) -m pip install -q --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH)
-	$(PY) -m pip install -q --no-deps -r requirements/cpu.lock
-	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
-	$(PY) -c 'import torch'
+	@"$(PYTHON)" -m venv .venv
+	@echo "installing $$(grep -c '^[^#]' requirements/cpu.lock) packages into .venv (5 GB, about five minutes)"
+	@$(PY) -m pip install -qq --no-deps $(TORCH) 2>/dev/null || { \
+	  echo "pip's index has no $(TORCH); taking it from $(TORCH_CPU_INDEX)"; \
+	  $(PY) -m pip install -qq --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH); }
+	@$(PY) -m pip install -qq --no-deps -r requirements/cpu.lock
+	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
+	@$(PY) -c 'import torch' || { echo "error: torch does not import" >&2; exit 2; }
 	@touch $(ENV)

@@ -84,20 +84,40 @@ def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) ->
 
 
 async def probe(
-    engine: Engine, learner: Learner, prompts: Sequence[list[int]], sampling: Sampling
+    engine: Engine,
+    learner: Learner,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    bound: float,
 ) -> float:
-    """Largest |Δ log-prob| between engine and learner over tokens that the engine samples now."""
+    """Largest |Δ log-prob| between engine and learner over tokens that the engine samples now: the
+    weights arrived and no stale prefix is cached, or WeightsDiffer is raised."""
     said = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
     rows = [
         Row([*prompt, *each.ids], len(prompt), [True] * len(each.ids), each.logprobs)
         for prompt, each in zip(prompts, said, strict=True)
     ]
-    ours = learner.logprobs(rows)
-    return max(
-        abs(a - b)
-        for row, own in zip(rows, ours, strict=True)
-        for a, b in zip(row.sampler_logprobs, own, strict=True)
-    )
+    ours = [own for row in learner.logprobs(rows) for own in row] if rows else []
+    theirs = [logprob for row in rows for logprob in row.sampler_logprobs]
+    gap = max((abs(a - b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
+    if not gap <= bound:
+        raise WeightsDiffer(
+            f"engine and learner differ by {gap:.3g} in log-prob after the update, "
+            f"train.probe_bound is {bound:.3g}"
+        )
+    return gap
+
+
+def summarise(records: Sequence[dict]) -> Record:
+    """What is left of metrics.jsonl in one line of numbers."""
+    steps = [r for r in records if "reward" in r]
+    summary: Record = {f"dev_em_{r['step']}": r["dev_em"] for r in records if "dev_em" in r}
+    if steps:
+        summary |= {"first_reward": steps[0]["reward"], "last_reward": steps[-1]["reward"]}
+        summary["skipped_steps"] = sum(r.get("skipped_steps", 0) for r in steps)
+        summary["failed_trajectories"] = sum(r["failed"] for r in steps)
+        summary["seconds"] = sum(r["seconds"] for r in steps)
+    return summary
 
 
 class Log:

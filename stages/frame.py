@@ -185,8 +185,8 @@ def _die_with_parent() -> None:
 
 
 def _handle_signals() -> None:
-    """The handlers unwind the stage. Python runs them when the main thread is back from C, which may
-    be minutes; so the deadline starts in a thread that the signal itself wakes."""
+    """The handlers unwind the stage. Python runs them when the main thread is back from C, which
+    may be minutes; so the deadline starts in a thread that the signal itself wakes."""
     ends = socket.socketpair()
     ends[1].setblocking(False)
     signal.set_wakeup_fd(ends[1].fileno())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memsearcher.engine.contract import Engine, Sampling
     from memsearcher.learner.deepspeed import Learner
     from memsearcher.retrieval.contract import Retriever
-    from memsearcher.training import Record
+    from memsearcher.training import Log, Record
 
 
 def _deps(params: Params, item: str | None) -> tuple[str, ...]:
@@ -70,7 +70,6 @@ async def _train(job: Job) -> None:
     from memsearcher.retrieval.factory import open_retriever
     from memsearcher.rollout import make_agent
 
-    assert job.item is not None
     params, t = job.params, job.params.train
     entry = params.agents[job.item]  # type: ignore[index]
     start = policy_folder(params, entry.after if entry.init == "warmup" else None)
@@ -92,9 +91,9 @@ async def _train(job: Job) -> None:
     engine = await open_engine(params, start)  # before the ranks: vLLM reads RANK and its like too
     try:
         learner = Learner.open(settings, Ranks(t.ranks))
-        train = read_questions(Path("data/questions/train.jsonl"))
-        dev = read_questions(Path("data/questions/dev.jsonl"))[: t.dev_questions]
-        await _steps(job, Parts(agent, engine, retriever, learner, train, dev))
+        train, dev = (read_questions(Path(f"data/questions/{n}.jsonl")) for n in ("train", "dev"))
+        parts = Parts(agent, engine, retriever, learner, train, dev[: t.dev_questions])
+        await _steps(job, parts)
         learner.close()
     finally:
         await engine.close()
@@ -122,9 +121,8 @@ async def _steps(job: Job, parts: Parts) -> None:
         job.say(f"goes on after step {done}")
         await parts.engine.update_weights(learner.weights())
     elif t.eval_every:
-        first = await _dev(job, parts, 0)
-        log.add(first)
-        job.track.metrics({"dev_em": first["dev_em"]}, step=0)
+        log.add(first := await _dev(job, parts, 0))
+        job.track.metrics(first, step=0)
 
     for step in tqdm(range(done + 1, t.steps + 1), desc=job.label, unit="step", mininterval=2):
         began = time.monotonic()
@@ -152,7 +150,10 @@ async def _steps(job: Job, parts: Parts) -> None:
         updated = time.monotonic()
         await parts.engine.wake()
         await parts.engine.update_weights(learner.weights())
-        record["probe_gap"] = await _probe(job, parts, trajectories, sampling)
+        prompts = [each.turns[-1].prompt_ids for each in trajectories if each.turns][:PROBES]
+        record["probe_gap"] = await training.probe(
+            parts.engine, learner, prompts, sampling, t.probe_bound
+        )
         record |= {
             "weight_version": parts.engine.weight_version,
             "seconds_rollout": rolled - began,
@@ -162,7 +163,7 @@ async def _steps(job: Job, parts: Parts) -> None:
             record |= await _dev(job, parts, step)
         record["seconds"] = time.monotonic() - began
         log.add(record)
-        shown = [each for each in trajectories if each.member == 0][:KEPT_ROLLOUTS]
+        shown = trajectories[:: t.group_size][:KEPT_ROLLOUTS]
         rollouts.add(*({"step": step} | to_json(each) for each in shown))
         job.track.metrics({n: v for n, v in record.items() if not isinstance(v, str)}, step=step)
         job.say(f"step {step}/{t.steps}  {training.brief(record, SHOWN)}")
@@ -195,25 +196,6 @@ async def _roll_out(
     )
 
 
-async def _probe(
-    job: Job, parts: Parts, trajectories: list[Trajectory], sampling: "Sampling"
-) -> float:
-    """The prefix cache was reset and the weights arrived, or the run stops here."""
-    from memsearcher import training
-
-    prompts = [each.turns[-1].prompt_ids for each in trajectories if each.turns][:PROBES]
-    if not prompts:
-        return 0.0
-    gap = await training.probe(parts.engine, parts.learner, prompts, sampling)
-    bound = job.params.train.probe_bound
-    if not gap <= bound:
-        raise training.WeightsDiffer(
-            f"engine and learner differ by {gap:.3g} in log-prob after the update, "
-            f"train.probe_bound is {bound:.3g}"
-        )
-    return gap
-
-
 async def _dev(job: Job, parts: Parts, step: int) -> dict[str, float]:
     """Greedy EM on the dev questions; the policy is kept where no earlier one was better."""
     from memsearcher import training
@@ -234,31 +216,22 @@ async def _dev(job: Job, parts: Parts, step: int) -> dict[str, float]:
     return {"step": step, "dev_em": value}
 
 
-def _publish(job: Job, learner: "Learner", log: object, rollouts: object) -> None:
+def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
     """models/train/<agent>: the best policy on dev, or the last one where dev was never asked."""
-    from memsearcher.training import Log
+    from memsearcher import training
 
-    assert isinstance(log, Log)
-    assert isinstance(rollouts, Log)
-    records = log.rows()
-    steps = [r for r in records if "reward" in r]
-    summary = {"steps": job.params.train.steps, "exported": "last", "agent": job.item}
-    if job.params.train.eval_every:
-        best = files.read_json(job.work / "best.json")
-        summary |= {"exported": "best", "best_step": best["step"], "best_dev_em": best["dev_em"]}
-        summary["dev_em"] = {str(r["step"]): r["dev_em"] for r in records if "dev_em" in r}
+    records, best = log.rows(), job.work / "best.json"
+    summary: dict[str, object] = {"agent": job.item, "steps": job.params.train.steps}
+    summary |= training.summarise(records)
+    if best.is_file():
+        summary |= {"exported": "best", "best": files.read_json(best)}
         policy = job.work / "best"
     else:
+        summary["exported"] = "last"
         policy = job.work / "last"
         files.remove(policy)
         learner.export(policy)
-    if steps:
-        summary |= {"first_reward": steps[0]["reward"], "last_reward": steps[-1]["reward"]}
-        summary["skipped_steps"] = sum(r.get("skipped_steps", 0) for r in steps)
-        summary["failed_trajectories"] = sum(r["failed"] for r in steps)
-        summary["seconds"] = sum(r["seconds"] for r in steps)
     made = job.work / "results"
-    files.remove(made)
     files.write_jsonl(made / "metrics.jsonl", records)
     files.write_jsonl(made / "rollouts.jsonl", rollouts.rows())
     files.write_json(made / "summary.json", summary)
@@ -270,7 +243,7 @@ def _publish(job: Job, learner: "Learner", log: object, rollouts: object) -> Non
 def _room(job: Job, start: Path) -> None:
     """States the disk use before the first step: float32 weights, two moments, a master copy."""
     weights = sum(p.stat().st_size for p in start.glob("*.safetensors"))
-    needed = 4 * weights * (job.params.train.keep_checkpoints + 1) + 3 * weights
+    needed = weights * (4 * job.params.train.keep_checkpoints + 7)
     files.require_room(job.work, needed, f"{job.label}: checkpoints and exports")
     job.say(f"checkpoints and exports take up to {needed / 2**20:,.0f} MiB")
 

@@ -22,7 +22,7 @@ def load(tmp_path: Path, *rows: object, dataset: str = "nq") -> tuple[list[Quest
 
 
 def row(**changes: object) -> dict[str, object]:
-    return {"id": "test_0", "question": "who", "golden_answers": ["A"], **changes}
+    return {"id": "test_0", "question": "who", "golden_answers": ["Rome"], **changes}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""The flow around toy stages: same graph as DVC's, states, exit codes, signals, one at a time."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from plumbing import environment, living, run, toy
+
+pytestmark = pytest.mark.slow
+FLOW = [sys.executable, "-m", "flows.pipeline"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return toy(tmp_path / "a copy")
+
+
+def states(root: Path) -> dict[str, str]:
+    """Last state of each task of the latest flow run, from Prefect's own database."""
+    with sqlite3.connect(root / ".prefect/prefect.db") as db:
+        (latest,) = db.execute("select id from flow_run order by created desc limit 1").fetchone()
+        rows = db.execute(
+            "select name, state_name from task_run where flow_run_id = ?", (latest,)
+        ).fetchall()
+    return {name.rsplit("-", 1)[0]: state for name, state in rows}
+
+
+def ran(root: Path) -> list[str]:
+    """Stages that have run since the last call."""
+    path = root / "ran"
+    names = path.read_text().split() if path.is_file() else []
+    path.unlink(missing_ok=True)
+    return names
+
+
+def wait_for(path: Path, process: subprocess.Popen, timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not path.is_file():
+        assert process.poll() is None, "the flow ended before its stage started"
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_the_flow_runs_the_graph_and_then_nothing(root: Path) -> None:
+    first = run(root, "flows.pipeline")
+    assert first.returncode == 0, first.stdout
+    order = ran(root)
+    assert sorted(order) == ["four", "one", "three", "two@memsearcher"]
+    assert (order[0], order[-1]) == ("one", "four")
+    assert set(states(root).values()) == {"Completed"}
+    assert "two@memsearcher: finished" in first.stdout
+
+    again = run(root, "flows.pipeline")
+    assert again.returncode == 0, again.stdout
+    assert ran(root) == []
+    assert states(root) == dict.fromkeys(("one", "two@memsearcher", "three", "four"), "Cached")
+
+    text = (root / "params.yaml").read_text()
+    (root / "params.yaml").write_text(
+        text.replace("max_memory_tokens: 64", "max_memory_tokens: 32")
+    )
+    assert run(root, "flows.pipeline").returncode == 0
+    assert ran(root) == ["three", "four"]
+    assert states(root)["two@memsearcher"] == "Cached"
+    assert "up to date" in run(root, "dvc", "status").stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said", "tries"),
+    [
+        ({"TOY_ONE": "bad"}, 2, "error: one: exit 2: data/x.jsonl:7: broken JSON\n", 1),
+        ({"TOY_ONE": "broken"}, 1, "error: one: exit 1: RuntimeError: the machinery broke\n", 2),
+    ],
+)
+def test_the_stages_own_error_reaches_the_user(
+    root: Path, how: dict[str, str], code: int, said: str, tries: int
+) -> None:
+    done = run(root, "flows.pipeline", **how)
+    assert done.returncode == code
+    assert done.stdout.endswith(said)
+    assert ran(root) == ["one"] * tries  # broken machinery is tried again, wrong input is not
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_everything_within_15_s(root: Path, number: int, code: int) -> None:
+    started = environment(root, TOY_ONE="sleep")
+    with subprocess.Popen(FLOW, cwd=root, env=started, start_new_session=True) as process:
+        wait_for(root / "sleeping", process)
+        asked = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
+        assert time.monotonic() - asked < 15
+    assert living(root) == []
+    done = run(root, "dvc", "repro")  # no lock is left, the next run goes on
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_second_says_who_holds_the_pipeline(root: Path) -> None:
+    with subprocess.Popen(FLOW, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
+        wait_for(root / "sleeping", process)
+        second = run(root, "flows.pipeline")
+        assert second.returncode == 2
+        assert f"the pipeline is busy: process {process.pid} " in second.stdout
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path) -> None:
+    with subprocess.Popen(FLOW, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
+        wait_for(root / "sleeping", process)
+        process.kill()
+    end = time.monotonic() + 20
+    while any("stages." in each or " dvc " in each for each in living(root)):
+        assert time.monotonic() < end, living(root)
+        time.sleep(0.5)
+    done = run(root, "flows.pipeline")
+    assert done.returncode == 0, done.stdout
