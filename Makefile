@@ -46,7 +46,7 @@ clean: ## remove artifacts, journals and records, but not DVC's cache nor .venv
 
 $(ENV): requirements/cpu.lock pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
-	  echo "error: Python 3.11 is needed, $$("$(PYTHON)" --version 2>&1) was found; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	  echo "error: Python 3.11 is needed, $$("$(PYTHON)" --version 2>&1 | head -1) was found; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@"$(PYTHON)" -m venv .venv
 	@echo "installing $$(grep -c '^[^#]' requirements/cpu.lock) packages into .venv (5 GB, about five minutes)"
 	@$(PY) -m pip install -qq --no-deps $(TORCH) 2>/dev/null || { \

@@ -3,6 +3,7 @@
     python -m flows.ui        (make ui)
 
 Flows that start meanwhile use this server and not a temporary one (flows/__init__.py finds it).
+MEMSEARCHER_PREFECT_PORT and MEMSEARCHER_MLFLOW_PORT choose other ports than 4200 and 5000.
 """
 
 import os
@@ -18,7 +19,8 @@ from memsearcher import files
 from memsearcher.files import ROOT, BadInput
 
 HOST = "127.0.0.1"
-PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+PREFECT_PORT = int(os.environ.get("MEMSEARCHER_PREFECT_PORT", "4200"))
+MLFLOW_PORT = int(os.environ.get("MEMSEARCHER_MLFLOW_PORT", "5000"))
 COMMANDS = {
     "Prefect": ["prefect", "server", "start", "--host", HOST, "--port", str(PREFECT_PORT)],
     "MLflow": [

@@ -1,29 +1,25 @@
-"""Multi-context GRPO, in reading order: advantages, token log-probs, token loss, aggregation.
+"""Multi-context GRPO on one page: advantages, token log-probs, token loss, aggregation, one update.
 
-Pure torch: no files, no engine, no DeepSpeed, no config. `learner/` drives it, micro-batch by
-micro-batch, of which nothing here knows except the `release` rule, which depends on them.
+Pure torch. `learner/` does the same micro-batch by micro-batch, which nothing here knows of.
 
     B questions, G trajectories per question, n_i turns of trajectory i, L tokens of a turn
-    R_i reward, A_i advantage of trajectory i          one number each, shared by all its turns
+    M = Σ n_i rows, a turn each (ReAct, one growing context per trajectory, is n_i = 1)
     π_θ policy, π_old policy before the step's first update, π_ref frozen start, μ the sampler
 
-    A_i = (R_i − mean_g) / (std_g + ε)                                        (GRPO, unbiased std)
+    A_i = (R_i − mean_g) / (std_g + ε), the same for all turns of trajectory i      (DeepSeekMath)
     r_t = π_θ(t) / π_old(t)
     ℓ_t = −min(r_t A_i, clip(r_t, 1−c_low, 1+c_high) A_i) · min(π_old/μ(t), cap) + β k3_t − η H_t
-    k3_t = π_ref(t)/π_θ(t) − log(π_ref(t)/π_θ(t)) − 1                         (Schulman's estimator)
-    loss = Σ_t w_t ℓ_t over every sampled token of the optimiser step         (`turn_weights`)
-
-ReAct (one growing context per trajectory) is the special case n_i = 1.
+    k3_t = π_ref(t)/π_θ(t) − log(π_ref(t)/π_θ(t)) − 1                       (Schulman's estimator)
+    loss = Σ_t w_t ℓ_t over every sampled token of the optimiser step             (`turn_weights`)
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from math import fsum, sqrt
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 Aggregation = Literal["token", "turn", "trajectory", "release"]
 
@@ -36,80 +32,40 @@ def group_advantages(
     normalise: Literal["std", "mean"] = "std",
     eps: float = 1e-6,
 ) -> list[float]:
-    """One advantage per trajectory, in float64, before any expansion to turns.
+    """One advantage per trajectory (float64, unbiased std), before any expansion to turns.
 
-    `groups[i]` is the group of trajectory i, ids in any order. `valid[i]` False (INFRA_FAILED)
-    gives exactly 0.0 and takes no part in the statistics. A group with fewer than two valid
-    members, or whose max equals its min, gets exactly 0.0: tested first, since the mean of equal
-    floats need not equal them and (R − mean) / (std + ε) then turns rounding into a gradient.
-
-    >>> group_advantages([1, 0, 1, 1], ["a", "a", "b", "b"], normalise="mean")
-    [0.5, -0.5, 0.0, 0.0]
+    `groups[i]`: any id, in any order. `valid[i]` False (INFRA_FAILED): exactly 0.0, no part in the
+    statistics. Fewer than two valid members, or max equal to min: exactly 0.0, tested first, since
+    the mean of equal floats need not equal them and a tiny std turns rounding into a gradient.
     """
     if normalise not in ("std", "mean"):
         raise ValueError(f"normalise is 'std' or 'mean', got {normalise!r}")
     valid = [True] * len(rewards) if valid is None else valid
     members: dict[Hashable, list[float]] = {}
     for reward, group, ok in zip(rewards, groups, valid, strict=True):
-        if ok:
-            members.setdefault(group, []).append(float(reward))
-    centre_scale: dict[Hashable, tuple[float, float]] = {}
-    for group, values in members.items():
-        if len(values) >= 2 and max(values) != min(values):
-            mean = fsum(values) / len(values)
-            std = sqrt(fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-            centre_scale[group] = (mean, std + eps if normalise == "std" else 1.0)
-    advantages = []
-    for reward, group, ok in zip(rewards, groups, valid, strict=True):
-        if ok and group in centre_scale:
-            mean, scale = centre_scale[group]
-            advantages.append((float(reward) - mean) / scale)
-        else:
-            advantages.append(0.0)
-    return advantages
+        members.setdefault(group, []).extend([float(reward)] if ok else [])
+    alive = {g: m for g, m in members.items() if len(m) >= 2 and max(m) != min(m)}
+    mean = {g: fmean(m) for g, m in alive.items()}
+    scale = {g: stdev(m) + eps if normalise == "std" else 1.0 for g, m in alive.items()}
+    triples = zip(rewards, groups, valid, strict=True)
+    return [(r - mean[g]) / scale[g] if ok and g in alive else 0.0 for r, g, ok in triples]
 
 
-def token_logprobs(
-    hidden: Tensor,
-    head: torch.nn.Module,
-    ids: Tensor,
-    *,
-    vocabulary: int,
-    temperature: float = 1.0,
-    entropy_grad: bool = False,
-    logits_bytes: int = 2**26,
-) -> tuple[Tensor, Tensor]:
-    """(N, D) hidden states, (N,) ids they predict -> (N,) log-probs, (N,) entropies, float32.
-
-    Both are of the distribution after temperature, as the sampler reports them. The vocabulary is
-    visited in chunks of tokens whose float32 logits take `logits_bytes` at most, recomputed in the
-    backward pass, so (N, V) float32 logits never stand in memory.
-    """
-
-    def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(h).float() / temperature  # (C, V)
-        logprobs = logits.log_softmax(-1)  # (C, V)
-        log_p = logprobs if entropy_grad else logprobs.detach()
-        return logprobs.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-    size = max(1, logits_bytes // (4 * vocabulary))
-    parts = []
-    for h, target in zip(hidden.split(size), ids.split(size), strict=True):
-        if torch.is_grad_enabled() and len(ids) > size:
-            parts.append(checkpoint(chunk, h, target, use_reentrant=False))
-        else:
-            parts.append(chunk(h, target))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+def token_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(N, V) logits, the (N,) ids they predict -> (N,) log-probs and (N,) entropies of the
+    distribution after temperature, as the sampler reports it. float32 at least."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    table = (logits.to(wide) / temperature).log_softmax(-1)  # (N, V)
+    return table.gather(-1, ids[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """Per-token results, all of one shape. `loss` carries the gradient, the others are detached."""
+class TokenLoss(NamedTuple):
+    """Per token, all of one shape. `loss` carries the gradient, the others are detached."""
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor  # True where a clip decided the value: no policy gradient there
-    kl: Tensor
+    kl: Tensor  # 0 without a reference
 
 
 def token_loss(
@@ -127,29 +83,22 @@ def token_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> TokenLoss:
-    """ℓ_t of the module docstring for any shape; `advantages` broadcasts (A_{i,j} = A_i).
-
-    `dual_clip` c > 1 bounds the surrogate of a negative advantage by −c·A. `tis_cap` needs
-    `sampler_logprobs`, weighs the surrogate alone, and carries no gradient.
-    """
+    """ℓ_t above for any shape; `advantages` broadcasts. `dual_clip` c > 1 bounds the surrogate of a
+    negative advantage by −c·A. `tis_cap` weighs the surrogate alone and carries no gradient."""
     ratio = (logprobs - old_logprobs).exp()
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    surrogate = torch.maximum(free, bounded)
-    clipped = bounded > free
+    loss, clipped = torch.maximum(free, bounded), bounded > free
     if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (surrogate > ceiling)
-        surrogate = torch.where(over, ceiling, surrogate)
-        clipped = clipped | over
+        over = (advantages < 0) & (loss > -dual_clip * advantages)
+        loss, clipped = torch.where(over, -dual_clip * advantages, loss), clipped | over
     if tis_cap is not None:
         if sampler_logprobs is None:
             raise ValueError("tis_cap needs sampler_logprobs")
-        surrogate = surrogate * (old_logprobs - sampler_logprobs).exp().clamp(max=tis_cap).detach()
-    loss, kl = surrogate, torch.zeros_like(logprobs)
+        loss = loss * (old_logprobs - sampler_logprobs).exp().clamp(max=tis_cap).detach()
+    kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
-        gap = ref_logprobs - logprobs
-        kl = gap.exp() - gap - 1
+        kl = (ref_logprobs - logprobs).exp() - (ref_logprobs - logprobs) - 1
         loss = loss + kl_coef * kl
     if entropy_coef:
         if entropy is None:
@@ -166,43 +115,35 @@ def turn_weights(
     microbatches: Sequence[Hashable] | None = None,
     release_rows: int = 80,
 ) -> list[float]:
-    """w_t of each turn's tokens: every rule is linear in ℓ_t with one weight inside a turn.
+    """w_t of each turn's tokens. `counts[j]` sampled tokens of turn j, `trajectories[j]` its
+    trajectory, for all valid turns of the optimiser step on all ranks: packing, accumulation and
+    world size cannot matter. Turns and trajectories without a sampled token are not counted.
 
-    `counts[j]` sampled tokens of turn j, `trajectories[j]` its trajectory, for all valid turns of
-    the optimiser step on all ranks. So packing, padding, accumulation and world size cannot matter.
-    Turns, and trajectories, without a sampled token weigh nothing and are not counted.
-      token       1 / Σ counts
-      turn        1 / (turns · counts[j])
-      trajectory  1 / (trajectories · Σ counts of the trajectory)
-      release     (rows of the turn's micro-batch / release_rows) / Σ counts of that micro-batch:
-                  the official rule (D1, D3), dependent on packing on purpose; rows include
-                  padding rows, whose count is 0
+    token 1/Σ counts; turn 1/(turns · counts[j]); trajectory 1/(trajectories · Σ its counts);
+    release rows/release_rows / Σ counts, both of the turn's micro-batch: the official rule (D1, D3),
+    dependent on packing on purpose; rows include padding rows, whose count is 0.
     """
-    sums: dict[Hashable, int] = {}
-    if aggregation == "release":
-        if microbatches is None:
-            raise ValueError("aggregation 'release' needs the micro-batch of every turn")
-        rows: dict[Hashable, int] = {}
-        for count, name in zip(counts, microbatches, strict=True):
-            sums[name] = sums.get(name, 0) + count
-            rows[name] = rows.get(name, 0) + 1
-        return [
-            rows[name] / release_rows / sums[name] if count else 0.0
-            for count, name in zip(counts, microbatches, strict=True)
-        ]
-    for count, name in zip(counts, trajectories, strict=True):
-        sums[name] = sums.get(name, 0) + count
-    if aggregation == "token":
-        total = sum(counts)
-        return [1 / total if count else 0.0 for count in counts]
-    if aggregation == "turn":
-        turns = sum(count > 0 for count in counts)
-        return [1 / (turns * count) if count else 0.0 for count in counts]
-    if aggregation == "trajectory":
-        alive = sum(total > 0 for total in sums.values())
-        pairs = zip(counts, trajectories, strict=True)
-        return [1 / (alive * sums[name]) if count else 0.0 for count, name in pairs]
-    raise ValueError(f"aggregation is token, turn, trajectory or release, got {aggregation!r}")
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation is one of {get_args(Aggregation)}, got {aggregation!r}")
+    names = microbatches if aggregation == "release" else trajectories
+    if names is None:
+        raise ValueError("aggregation 'release' needs the micro-batch of every turn")
+    rows, total = Counter(names), Counter[Hashable]()
+    for count, name in zip(counts, names, strict=True):
+        total[name] += count
+    tokens, turns, alive = (
+        sum(counts),
+        sum(c > 0 for c in counts),
+        sum(+n > 0 for n in total.values()),
+    )
+    weight: dict[str, Callable[[int, Hashable], float]] = {
+        "token": lambda count, name: 1 / tokens,
+        "turn": lambda count, name: 1 / (turns * count),
+        "trajectory": lambda count, name: 1 / (alive * total[name]),
+        "release": lambda count, name: rows[name] / release_rows / total[name],
+    }
+    pairs = zip(counts, names, strict=True)
+    return [weight[aggregation](count, name) if count else 0.0 for count, name in pairs]
 
 
 def aggregate(
@@ -213,10 +154,15 @@ def aggregate(
     *,
     microbatches: Sequence[Hashable] | None = None,
     release_rows: int = 80,
+    overlong: Sequence[bool] | None = None,
 ) -> Tensor:
-    """(M, L) token losses of an optimiser step, their mask -> scalar; 0 if all is masked."""
+    """(M, L) token losses of an optimiser step, their mask -> scalar; 0 if all is masked.
+    `overlong[j]`: turn j belongs to a trajectory that was cut and is masked whole (DAPO's filter;
+    its reward stays in the statistics of its group)."""
+    if overlong is not None:
+        mask = mask & ~torch.tensor(overlong, device=mask.device)[:, None]
     weights = turn_weights(
-        [int(n) for n in mask.sum(-1)],
+        mask.sum(-1).tolist(),
         trajectories,
         aggregation,
         microbatches=microbatches,
@@ -224,3 +170,26 @@ def aggregate(
     )
     masked = torch.where(mask, losses, torch.zeros_like(losses))  # where, not ×: NaN · 0 is NaN
     return (masked * losses.new_tensor(weights)[:, None]).sum()
+
+
+def one_update(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    turn_of: Sequence[int],
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    optimizer: torch.optim.Optimizer,
+    aggregation: Aggregation = "token",
+) -> float:
+    """One optimiser step, whole: what the learner must equal. (M, L) log-probs with a graph, row j
+    a turn of trajectory `turn_of[j]`. Returns the loss."""
+    of_trajectory = group_advantages(rewards, groups)
+    advantages = logprobs.new_tensor([of_trajectory[i] for i in turn_of])[:, None]  # A_{i,j} = A_i
+    loss = aggregate(
+        token_loss(logprobs, old_logprobs, advantages).loss, mask, turn_of, aggregation
+    )
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()

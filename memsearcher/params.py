@@ -120,7 +120,6 @@ class Engine:
 class Warmup:
     """Supervised fine-tuning on kept teacher trajectories; `copying_steps` is for tiny policies."""
 
-    teacher: Literal["scripted", "openai"]
     questions: int = Field(ge=1)
     early_answer: float = Field(ge=0, le=1)  # the scripted teacher errs on purpose
     drop_fact: float = Field(ge=0, le=1)

@@ -126,9 +126,8 @@ class _Journal:
         if not self._start and events:
             self._start = events[0]
             self._run = store.begin(self._path.stem, self._start)
-            lives = self.writer_lives()
         if self._run is None:
-            return not lives or time.time() - self._path.stat().st_mtime > STUCK_S
+            return time.time() - self._path.stat().st_mtime > STUCK_S  # died before its first line
         over = next((e for e in events if "close" in e), None)
         if over is None and not lives:
             over = {"close": "KILLED", "ms": int(self._path.stat().st_mtime * 1000)}

@@ -165,7 +165,7 @@ def _environment(params: Params) -> None:
     number holds for every library of the process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(params.engine.threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins takes its neighbour's core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins takes another's core
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -2,8 +2,8 @@
 
     python -m stages.train memsearcher
 
-The loop stands in `_steps`. A killed run goes on at its last checkpoint; the data order is a pure
-function of (seed, step). Engine and learner take turns: one computes while the other idles.
+The loop is `_steps`. A killed run goes on at its last checkpoint: data order is a pure function of
+(seed, step). Engine and learner take turns, one computes while the other idles.
 """
 
 import asyncio
@@ -92,8 +92,8 @@ async def _train(job: Job) -> None:
     try:
         learner = Learner.open(settings, Ranks(t.ranks))
         train, dev = (read_questions(Path(f"data/questions/{n}.jsonl")) for n in ("train", "dev"))
-        parts = Parts(agent, engine, retriever, learner, train, dev[: t.dev_questions])
-        await _steps(job, parts)
+        dev = dev[: t.dev_questions]
+        await _steps(job, Parts(agent, engine, retriever, learner, train, dev))
         learner.close()
     finally:
         await engine.close()
@@ -154,11 +154,8 @@ async def _steps(job: Job, parts: Parts) -> None:
         record["probe_gap"] = await training.probe(
             parts.engine, learner, prompts, sampling, t.probe_bound
         )
-        record |= {
-            "weight_version": parts.engine.weight_version,
-            "seconds_rollout": rolled - began,
-            "seconds_weights": time.monotonic() - updated,
-        }
+        record |= {"weight_version": parts.engine.weight_version, "seconds_rollout": rolled - began}
+        record["seconds_weights"] = time.monotonic() - updated
         if t.eval_every and step % t.eval_every == 0:
             record |= await _dev(job, parts, step)
         record["seconds"] = time.monotonic() - began

@@ -25,6 +25,14 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _without_compiler() -> None:
+    """Gloo reduces between CPU ranks. DeepSpeed would first compile a faster way with the machine's
+    C++ compiler, which may not be there and takes a minute or more on every new machine."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 class Ranks:
     """This process's place among the ranks. `device` is where its share of the model lives."""
 
@@ -32,6 +40,8 @@ class Ranks:
         """Joins, and on rank 0 of a single host starts the followers. Once per process."""
         cuda = torch.cuda.is_available()
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
+        if not cuda:
+            _without_compiler()
         self._followers: list[subprocess.Popen[bytes]] = []
         if not dist.is_initialized():
             if "RANK" not in os.environ:

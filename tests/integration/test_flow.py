@@ -1,6 +1,7 @@
 """The flow around toy stages: same graph as DVC's, states, exit codes, signals, one at a time."""
 
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -107,6 +108,16 @@ def test_the_second_says_who_holds_the_pipeline(root: Path) -> None:
         assert f"the pipeline is busy: process {process.pid} " in second.stdout
         process.terminate()
         process.wait(timeout=30)
+
+
+def test_a_port_in_use_is_one_line(root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run(root, "flows.ui", MEMSEARCHER_PREFECT_PORT=str(port))
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1)
+    assert done.stdout.startswith(f"error: port {port} on 127.0.0.1, which Prefect needs")
 
 
 def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path) -> None:
