@@ -120,8 +120,8 @@ def turn_weights(
     world size cannot matter. Turns and trajectories without a sampled token are not counted.
 
     token 1/Σ counts; turn 1/(turns · counts[j]); trajectory 1/(trajectories · Σ its counts);
-    release rows/release_rows / Σ counts, both of the turn's micro-batch: the official rule (D1, D3),
-    dependent on packing on purpose; rows include padding rows, whose count is 0.
+    release rows/release_rows / Σ counts, both of the turn's micro-batch: the official rule (D1),
+    on purpose dependent on packing; its rows include padding rows, whose count is 0.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation is one of {get_args(Aggregation)}, got {aggregation!r}")
@@ -131,19 +131,15 @@ def turn_weights(
     rows, total = Counter(names), Counter[Hashable]()
     for count, name in zip(counts, names, strict=True):
         total[name] += count
-    tokens, turns, alive = (
-        sum(counts),
-        sum(c > 0 for c in counts),
-        sum(+n > 0 for n in total.values()),
-    )
+    tokens, turns, alive = sum(counts), sum(c > 0 for c in counts), len(+total)
     weight: dict[str, Callable[[int, Hashable], float]] = {
         "token": lambda count, name: 1 / tokens,
         "turn": lambda count, name: 1 / (turns * count),
         "trajectory": lambda count, name: 1 / (alive * total[name]),
         "release": lambda count, name: rows[name] / release_rows / total[name],
     }
-    pairs = zip(counts, names, strict=True)
-    return [weight[aggregation](count, name) if count else 0.0 for count, name in pairs]
+    rule = weight[aggregation]
+    return [rule(c, name) if c else 0.0 for c, name in zip(counts, names, strict=True)]
 
 
 def aggregate(

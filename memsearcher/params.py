@@ -82,7 +82,7 @@ class Search:
 
 @section
 class Policy:
-    """The untrained policy. `tiny` is made on the spot from the seed, `smollm2` comes as a package."""
+    """The untrained policy. `tiny` is made from the seed, `smollm2` comes as a package."""
 
     source: Literal["tiny", "smollm2", "path", "hub"]
     name: str | None
@@ -125,6 +125,7 @@ class Warmup:
     drop_fact: float = Field(ge=0, le=1)
     wrong_search: float = Field(ge=0, le=1)
     keep_wrong: bool  # keep the teacher's wrong trajectories too: something to unlearn
+    rename: bool  # fresh names in every example; for the demo's world only
     copying_steps: int = Field(ge=0)
     copying_lr: float = Field(gt=0)
     steps: int = Field(ge=1)
@@ -135,6 +136,23 @@ class Warmup:
 @section
 class Reward:
     preset: Literal["paper", "sound", "release"]
+
+
+@section
+class StopLoss:
+    """Ends a collapse: a figure past its limit `patience` steps in a row (dev EM: once). Null: not
+    watched. A share is of the mean of the run's first `baseline_steps` steps."""
+
+    action: Literal["off", "stop", "restore"]
+    patience: int = Field(ge=1)
+    baseline_steps: int = Field(ge=1)
+    dev_em_drop: float | None = Field(ge=0)  # below the best so far
+    max_kl: float | None = Field(gt=0)  # per token; needs train.kl_coef, without it no KL is known
+    min_entropy_share: float | None = Field(ge=0)
+    min_format_share: float | None = Field(ge=0)
+    min_response_share: float | None = Field(ge=0)  # sampled tokens of a trajectory
+    max_response_share: float | None = Field(ge=1)
+    min_search_share: float | None = Field(ge=0)
 
 
 @section
@@ -152,6 +170,7 @@ class Train:
     kl_coef: float = Field(ge=0)
     entropy_coef: float = Field(ge=0)
     tis_cap: float | None  # truncated importance sampling between sampler and learner
+    overlong_masking: bool  # no loss on trajectories that hit the action limit
     aggregation: Literal["token", "turn", "trajectory", "release"]
     normalise: Literal["std", "mean"]
     temperature: float = Field(gt=0)
@@ -168,6 +187,7 @@ class Train:
     dev_questions: int = Field(ge=1)
     max_failed_share: float = Field(ge=0, le=1)
     probe_bound: float = Field(gt=0)  # max |Δ log-prob| between engine and learner after an update
+    stop_loss: StopLoss
 
 
 @section
@@ -185,7 +205,7 @@ class Report:
 
 @section
 class AgentEntry:
-    """`after` is what training waits for: the warm-up's model, or the questions where init is base."""
+    """`after`: what training waits for, the warm-up's model or (init base) the questions."""
 
     init: Literal["base", "warmup"]
     after: str
@@ -193,7 +213,7 @@ class AgentEntry:
 
 @section
 class PolicyEntry:
-    """`model` null is the untrained policy. `after` is the artifact that its evaluation waits for."""
+    """`model` null is the untrained policy; `after`: the artifact its evaluation waits for."""
 
     agent: AgentName
     model: str | None
@@ -249,6 +269,10 @@ class Params:
             raise ValueError(
                 f"train.minibatches: {t.minibatches} does not divide "
                 f"train.questions_per_step {t.questions_per_step}"
+            )
+        if t.stop_loss.action == "restore" and not t.eval_every:
+            raise ValueError(
+                "train.stop_loss.action: restore needs a best, but train.eval_every is 0"
             )
         if t.tis_cap is not None and (t.top_p < 1 or t.top_k > 0):
             raise ValueError(

@@ -8,15 +8,17 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TypeVar
 
-from memsearcher import files
+from memsearcher import files, stop_loss
 from memsearcher.engine.contract import Engine, Sampling
 from memsearcher.files import BadInput
-from memsearcher.learner.collate import Row
+from memsearcher.learner.collate import Row, by_questions, rows
 from memsearcher.learner.deepspeed import Learner
+from memsearcher.params import StopLoss, Train
 from memsearcher.types import StopReason, Trajectory
 
 T = TypeVar("T")
@@ -78,9 +80,20 @@ def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) ->
     for t in valid:
         groups.setdefault(t.question.id, []).append(t.reward)
     record["zero_variance_share"] = fmean(max(g) == min(g) for g in groups.values())
-    record["advantage_std"] = pstdev(advantages)
-    record["advantage_max"] = max(abs(a) for a in advantages)
+    record |= {"advantage_mean": fmean(advantages), "advantage_std": pstdev(advantages)}
+    record |= {"advantage_min": min(advantages), "advantage_max": max(advantages)}
     return record
+
+
+def minibatches(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], train: Train
+) -> list[list[Row]]:
+    """The rows of each optimiser step of one rollout step."""
+    masked = train.overlong_masking
+    return [
+        rows([trajectories[i] for i in s], [advantages[i] for i in s], overlong_masking=masked)
+        for s in by_questions(trajectories, train.minibatches)
+    ]
 
 
 async def probe(
@@ -91,14 +104,16 @@ async def probe(
     bound: float,
 ) -> float:
     """Largest |Δ log-prob| between engine and learner over tokens that the engine samples now: the
-    weights arrived and no stale prefix is cached, or WeightsDiffer is raised."""
-    said = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
-    rows = [
+    weights arrived and no stale prefix is cached, or WeightsDiffer is raised. From the full
+    distribution: after top-p and top-k an engine's log-probs are other ones."""
+    full = [replace(sampling, top_p=1.0, top_k=0, seed=k) for k in range(len(prompts))]
+    said = await asyncio.gather(*map(engine.generate, prompts, full))
+    asked = [
         Row([*prompt, *each.ids], len(prompt), [True] * len(each.ids), each.logprobs)
         for prompt, each in zip(prompts, said, strict=True)
     ]
-    ours = [own for row in learner.logprobs(rows) for own in row] if rows else []
-    theirs = [logprob for row in rows for logprob in row.sampler_logprobs]
+    ours = [own for row in learner.logprobs(asked) for own in row] if asked else []
+    theirs = [logprob for row in asked for logprob in row.sampler_logprobs]
     gap = max((abs(a - b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
     if not gap <= bound:
         raise WeightsDiffer(
@@ -117,6 +132,8 @@ def summarise(records: Sequence[dict]) -> Record:
         summary["skipped_steps"] = sum(r.get("skipped_steps", 0) for r in steps)
         summary["failed_trajectories"] = sum(r["failed"] for r in steps)
         summary["seconds"] = sum(r["seconds"] for r in steps)
+    if back := stop_loss.restores(records):
+        summary["restored_at"] = ", ".join(str(r["step"]) for r in back)
     return summary
 
 
@@ -134,6 +151,29 @@ class Log:
 
     def rows(self) -> list[dict]:
         return list(files.read_jsonl(self.path))
+
+
+async def rescue(
+    learner: Learner,
+    engine: Engine,
+    log: Log,
+    step: int,
+    limits: StopLoss,
+    checkpoints: Path,
+    keep: int,
+) -> str | None:
+    """Asked before step `step` + 1: None to go on, or why the run has to end. Restores the best
+    checkpoint where that is wanted and helps; its weights are then those of step `step`."""
+    records = log.rows()
+    cause = stop_loss.tripped(records, limits)
+    top, so_far = stop_loss.best(records), len(stop_loss.restores(records))
+    if cause is None or limits.action == "stop" or so_far == stop_loss.RESTORES or top is None:
+        return cause
+    learner.restore(checkpoints, top["step"], stop_loss.RESTORED_LR ** (so_far + 1))
+    learner.save(checkpoints, step, keep, top["step"])
+    log.add({"step": step, "restored_step": top["step"], "stop_loss": cause})
+    await engine.update_weights(learner.weights())
+    return None
 
 
 def brief(record: Record, names: Iterable[str]) -> str:

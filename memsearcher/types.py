@@ -1,4 +1,4 @@
-"""The border types: what crosses from retrieval to agent, from rollout to learner, from run to report.
+"""The border types: what crosses from retrieval to agent, rollout to learner, run to report.
 
 Plain frozen data, no tensors, no behaviour beyond JSON. Everything left of `Trajectory` is rollout,
 everything right of it is gradient (`learner/collate.py` turns turns into tensors).
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage that a search returned. `score` compares within one query only; `rank` starts at 1."""
+    """A passage that a search returned. `score` compares within one query; `rank` starts at 1."""
 
     passage_id: str
     score: float
@@ -78,7 +78,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """All turns of one attempt at a question. `member` counts attempts within the group (0..G-1)."""
+    """All turns of one attempt at a question. `member` counts attempts of the group (0..G-1)."""
 
     question: Question
     member: int

@@ -209,6 +209,13 @@ def _contents(title: str, text: str) -> str:
     return line + "\n" + text.replace('"', '""')
 
 
+def pools() -> list[tuple[str, ...]]:
+    """Words of one kind that can stand for each other in any sentence of the world."""
+    n = names()
+    listed = [tuple(ADJECTIVES.split()), tuple(NOUNS.split()), YEARS]
+    return [n.first, n.last, n.town, n.company, n.river, *listed]
+
+
 def words() -> list[str]:
     """Every word that a line of the world may hold, sorted."""
     listed = (ADJECTIVES, NOUNS, PLAIN_WORDS)

@@ -64,6 +64,7 @@ async def _train(job: Job) -> None:
     from memsearcher.agent.chat import Chat
     from memsearcher.engine.factory import open_engine
     from memsearcher.learner.deepspeed import Learner, Settings
+    from memsearcher.learner.model import check_vocabulary
     from memsearcher.learner.ranks import Ranks
     from memsearcher.policy import policy_folder
     from memsearcher.questions import read_questions
@@ -73,21 +74,12 @@ async def _train(job: Job) -> None:
     params, t = job.params, job.params.train
     entry = params.agents[job.item]  # type: ignore[index]
     start = policy_folder(params, entry.after if entry.init == "warmup" else None)
-    settings = Settings(
-        folder=start,
-        reference=start if t.kl_coef else None,
-        lr=t.lr,
-        max_tokens_per_microbatch=t.max_tokens_per_microbatch,
-        temperature=t.temperature,
-        weight_decay=t.weight_decay,
-        max_grad_norm=t.max_grad_norm,
-        zero_stage=t.zero_stage,
-        offload=t.offload,
-        gradient_checkpointing=t.gradient_checkpointing,
-    )
+    settings = Settings.of(t, start, job.fingerprint, job.work / "skipped")
     _room(job, start)
+    chat = Chat(start)
+    check_vocabulary(start, chat.vocabulary)
     retriever = open_retriever(params)
-    agent = make_agent(job.item, params, Chat(start))  # type: ignore[arg-type]
+    agent = make_agent(job.item, params, chat)  # type: ignore[arg-type]
     engine = await open_engine(params, start)  # before the ranks: vLLM reads RANK and its like too
     try:
         learner = Learner.open(settings, Ranks(t.ranks))
@@ -103,28 +95,34 @@ async def _steps(job: Job, parts: Parts) -> None:
     """questions → trajectories → rewards → advantages → update → weights to the engine → …"""
     from tqdm import tqdm
 
-    from memsearcher import training
+    from memsearcher import stop_loss, training
     from memsearcher.agent.scoring import with_reward
     from memsearcher.engine.contract import Sampling
     from memsearcher.grpo import group_advantages
-    from memsearcher.learner.collate import by_questions, rows
     from memsearcher.learner.losses import PolicyLoss
     from memsearcher.rollout import to_json
 
     params, t, learner = job.params, job.params.train, parts.learner
     loss = PolicyLoss.of(t)
     sampling = Sampling(params.agent.max_action_tokens, t.temperature, t.top_p, t.top_k)
-    done = learner.resume(job.work / "checkpoints")
+    checkpoints = job.work / "checkpoints"
+    done = learner.resume(checkpoints)
     log = training.Log(job.work / "metrics.jsonl", done)
     rollouts = training.Log(job.work / "rollouts.jsonl", done)
     if done:
         job.say(f"goes on after step {done}")
         await parts.engine.update_weights(learner.weights())
     elif t.eval_every:
-        log.add(first := await _dev(job, parts, 0))
+        log.add(first := {"step": 0, "dev_em": await _dev(job, parts)})
+        learner.save(checkpoints, 0, t.keep_checkpoints)
         job.track.metrics(first, step=0)
 
     for step in tqdm(range(done + 1, t.steps + 1), desc=job.label, unit="step", mininterval=2):
+        if cause := await training.rescue(
+            learner, parts.engine, log, step - 1, t.stop_loss, checkpoints, t.keep_checkpoints
+        ):
+            job.say(f"stopped after step {step - 1}: {cause}")
+            break
         began = time.monotonic()
         questions = training.draw(parts.train, params.seed, step - 1, t.questions_per_step)
         jobs = [(question, member) for question in questions for member in range(t.group_size)]
@@ -142,8 +140,7 @@ async def _steps(job: Job, parts: Parts) -> None:
         rolled = time.monotonic()
 
         await parts.engine.sleep()
-        sets = by_questions(trajectories, t.minibatches)
-        chosen = [rows([trajectories[i] for i in s], [advantages[i] for i in s]) for s in sets]
+        chosen = training.minibatches(trajectories, advantages, t)
         record: Record = {"step": step, **training.describe(trajectories, advantages)}
         record |= learner.update(chosen, loss)
 
@@ -154,18 +151,22 @@ async def _steps(job: Job, parts: Parts) -> None:
         record["probe_gap"] = await training.probe(
             parts.engine, learner, prompts, sampling, t.probe_bound
         )
-        record |= {"weight_version": parts.engine.weight_version, "seconds_rollout": rolled - began}
-        record["seconds_weights"] = time.monotonic() - updated
+        handed = time.monotonic()
+        record |= {"weight_version": learner.weight_version, "seconds_rollout": rolled - began}
+        record["seconds_weights"] = handed - updated
         if t.eval_every and step % t.eval_every == 0:
-            record |= await _dev(job, parts, step)
+            record["dev_em"] = await _dev(job, parts)
+            record["seconds_dev"] = time.monotonic() - handed
         record["seconds"] = time.monotonic() - began
         log.add(record)
         shown = trajectories[:: t.group_size][:KEPT_ROLLOUTS]
         rollouts.add(*({"step": step} | to_json(each) for each in shown))
         job.track.metrics({n: v for n, v in record.items() if not isinstance(v, str)}, step=step)
         job.say(f"step {step}/{t.steps}  {training.brief(record, SHOWN)}")
-        if step % t.checkpoint_every == 0 or step == t.steps:
-            learner.save(job.work / "checkpoints", step, t.keep_checkpoints)
+        top = stop_loss.best(log.rows())
+        best = top["step"] if top else 0
+        if step % t.checkpoint_every == 0 or step in (best, t.steps):
+            learner.save(checkpoints, step, t.keep_checkpoints, best)
 
     _publish(job, learner, log, rollouts)
 
@@ -193,8 +194,8 @@ async def _roll_out(
     )
 
 
-async def _dev(job: Job, parts: Parts, step: int) -> dict[str, float]:
-    """Greedy EM on the dev questions; the policy is kept where no earlier one was better."""
+async def _dev(job: Job, parts: Parts) -> float:
+    """Greedy EM on the dev questions."""
     from memsearcher import training
     from memsearcher.agent.scoring import em
     from memsearcher.engine.contract import Sampling
@@ -203,31 +204,21 @@ async def _dev(job: Job, parts: Parts, step: int) -> dict[str, float]:
     jobs = [(question, 0) for question in parts.dev]
     trajectories = await _roll_out(job, parts, jobs, greedy, job.params.agent.max_turns_eval, 0)
     training.check_failures(trajectories, 0.0)
-    value = sum(em(t.answer, t.question.golds) for t in trajectories) / len(trajectories)
-    best = job.work / "best.json"
-    if not best.is_file() or value > files.read_json(best)["dev_em"]:
-        files.remove(job.work / "part")
-        parts.learner.export(job.work / "part")
-        files.publish(job.work / "part", job.work / "best")
-        files.write_json(best, {"step": step, "dev_em": value})
-    return {"step": step, "dev_em": value}
+    return sum(em(t.answer, t.question.golds) for t in trajectories) / len(trajectories)
 
 
 def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
     """models/train/<agent>: the best policy on dev, or the last one where dev was never asked."""
-    from memsearcher import training
+    from memsearcher import stop_loss, training
 
-    records, best = log.rows(), job.work / "best.json"
-    summary: dict[str, object] = {"agent": job.item, "steps": job.params.train.steps}
-    summary |= training.summarise(records)
-    if best.is_file():
-        summary |= {"exported": "best", "best": files.read_json(best)}
-        policy = job.work / "best"
-    else:
-        summary["exported"] = "last"
-        policy = job.work / "last"
-        files.remove(policy)
-        learner.export(policy)
+    records, policy, t = log.rows(), job.work / "policy", job.params.train
+    summary: dict[str, object] = {"agent": job.item, "steps": t.steps, "exported": "last"}
+    summary |= training.summarise(records) | {"stop_loss": stop_loss.tripped(records, t.stop_loss)}
+    if best := stop_loss.best(records):
+        learner.restore(job.work / "checkpoints", best["step"], 1.0)
+        summary |= {"exported": "best", "best": {n: best[n] for n in ("step", "dev_em")}}
+    files.remove(policy)
+    learner.export(policy)
     made = job.work / "results"
     files.write_jsonl(made / "metrics.jsonl", records)
     files.write_jsonl(made / "rollouts.jsonl", rollouts.rows())
@@ -238,9 +229,13 @@ def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
 
 
 def _room(job: Job, start: Path) -> None:
-    """States the disk use before the first step: float32 weights, two moments, a master copy."""
+    """States the disk use before the first step."""
+    import torch
+
+    from memsearcher.learner.checkpoint import most_bytes
+
     weights = sum(p.stat().st_size for p in start.glob("*.safetensors"))
-    needed = weights * (4 * job.params.train.keep_checkpoints + 7)
+    needed = most_bytes(weights, job.params.train.keep_checkpoints, torch.cuda.is_available())
     files.require_room(job.work, needed, f"{job.label}: checkpoints and exports")
     job.say(f"checkpoints and exports take up to {needed / 2**20:,.0f} MiB")
 

@@ -68,6 +68,8 @@ def run(job: Job) -> None:
             w.copying_lr,
         )
     turns = sft.turns_of(rows, job.params.seed, w.turns_per_step)
+    if job.params.policy.source == "tiny" and w.rename:
+        turns = sft.renamed(turns, _name_pools(start), job.params.seed)
     _imitate(job, "imitation", start, turns, w.steps, w.lr)
     _publish(job, summary)
 
@@ -140,6 +142,16 @@ def _words(folder: Path) -> list[int]:
     if len(words) < 2:
         raise BadInput(f"{folder}: the tokenizer has {len(words)} whole words to copy")
     return words
+
+
+def _name_pools(folder: Path) -> list[list[int]]:
+    """Token ids of the world's interchangeable words; each is one token with its blank."""
+    from memsearcher import world
+    from memsearcher.agent.chat import Chat
+
+    chat = Chat(folder)
+    pools = [[chat.plain(f" {word}") for word in pool] for pool in world.pools()]
+    return [[ids[0] for ids in pool if len(ids) == 1] for pool in pools]
 
 
 def _imitate(

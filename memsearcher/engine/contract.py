@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """`temperature` 0 is greedy. `seed` fixes this one request's draws whatever batch it lands in."""
+    """`temperature` 0 is greedy. `seed` fixes this request's draws whatever batch it lands in."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -7,6 +7,7 @@ goes together is decided in `packing`, what a token weighs in `grpo`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -33,12 +34,17 @@ class Row:
 
 
 def row(turn: Turn, *, advantage: float = 1.0, trajectory: str = "") -> Row:
-    """Raises ValueError where a turn's lists disagree: it would train on shifted tokens."""
+    """Raises ValueError where a turn's lists disagree or a sampled token has no log-prob: it would
+    train on shifted tokens, or on a ratio of nothing."""
     lengths = (len(turn.response_ids), len(turn.mask), len(turn.sampler_logprobs))
     if len(set(lengths)) != 1:
         raise ValueError(f"{trajectory}: response, mask, log-probs have lengths {lengths}")
     if not turn.prompt_ids:
         raise ValueError(f"{trajectory}: a turn without a prompt cannot predict its first token")
+    for k, (sampled, logprob) in enumerate(zip(turn.mask, turn.sampler_logprobs, strict=True)):
+        if sampled and (logprob is None or not isfinite(logprob)):
+            token = turn.response_ids[k]
+            raise ValueError(f"{trajectory}: sampled token {k} (id {token}) has log-prob {logprob}")
     return Row(
         ids=[*turn.prompt_ids, *turn.response_ids],
         start=len(turn.prompt_ids),
@@ -49,13 +55,20 @@ def row(turn: Turn, *, advantage: float = 1.0, trajectory: str = "") -> Row:
     )
 
 
-def rows(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[Row]:
+def rows(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float],
+    *,
+    overlong_masking: bool = False,
+) -> list[Row]:
     """Every turn of every valid trajectory, A_{i,j} = A_i. Failed ones and turns that sampled
-    nothing are left out; turns of zero-variance groups stay (they still carry the KL term)."""
+    nothing are left out; turns of zero-variance groups stay (they still carry the KL term).
+    `overlong_masking` leaves OVERLONG ones out too; their rewards were in the advantages."""
+    out = {StopReason.INFRA_FAILED} | ({StopReason.OVERLONG} if overlong_masking else set())
     made = [
         row(turn, advantage=advantage, trajectory=trajectory.id)
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        if trajectory.stop is not StopReason.INFRA_FAILED
+        if trajectory.stop not in out
         for turn in trajectory.turns
     ]
     return [r for r in made if r.count]

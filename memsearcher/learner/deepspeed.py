@@ -1,8 +1,8 @@
 """The learner: a policy under DeepSpeed, updated by optimiser steps over rows of turns.
 
-One rank or many, ZeRO 0 to 3, float32 on CPU, bfloat16 on GPU. The loss of an optimiser step is one
-sum over all its tokens on all ranks (`grpo.turn_weights`); DeepSpeed would divide it by the number
-of accumulation steps and average it over ranks, both are undone here on purpose.
+ZeRO 0 to 3, float32 on CPU, bfloat16 on GPU. The loss of an optimiser step is one sum over all its
+tokens on all ranks (`grpo.turn_weights`); DeepSpeed would divide it by the number of accumulation
+steps and average it over ranks, both are undone here on purpose.
 """
 
 import functools
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from memsearcher.engine.weights import untied_export
 from memsearcher.files import BadInput
 from memsearcher.learner import checkpoint
 from memsearcher.learner.collate import Row, TurnBatch, collate
@@ -60,8 +61,8 @@ class Learner:
         import deepspeed
 
         self.settings, self.ranks = settings, ranks
-        self.updates = 0
-        self._skipped_in_row = 0
+        self.updates = self.weight_version = self._skipped_in_row = 0
+        self.lr_scale = 1.0
         bf16 = ranks.device.type == "cuda"
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         policy = load_policy(settings.folder, self._dtype)
@@ -97,8 +98,9 @@ class Learner:
         """One optimiser step per mini-batch. Log-probs of π_old are those before the first of them:
         with one mini-batch the update's own, else a pass over all of them with the same packing."""
         began = time.monotonic()
-        packed = [self._pack(rows, loss) for rows in minibatches if rows]
-        seen = sum(len(r.ids) for rows in minibatches for r in rows)
+        full = [rows for rows in minibatches if rows]
+        packed = [self._pack(rows, loss) for rows in full]
+        seen = sum(len(r.ids) for rows in full for r in rows)
         padded = sum(b.input_ids.numel() for batches in packed for b in batches)
         old: list[list[Tensor] | None] = [None] * len(packed)
         if len(packed) > 1:
@@ -107,17 +109,20 @@ class Learner:
         if loss.kl_coef and self.reference is not None:
             ref = [self._run_all(batches, self.reference) for batches in packed]
         prepared = time.monotonic()
-        figures = [
-            self._optimise(batches, loss, o, r)
-            for batches, o, r in zip(packed, old, ref, strict=True)
-        ]
+        figures = []
+        for rows, batches, o, r in zip(full, packed, old, ref, strict=True):
+            figures.append(self._optimise(batches, loss, o, r))
+            if figures[-1]["skipped"]:
+                self._skipped(rows, figures[-1])
+        self.weight_version += 1
         ended = time.monotonic()
-        result: dict[str, float] = {}
+        result: dict[str, float] = {"loss": 0.0}  # what an empty batch has
         for name in dict.fromkeys(name for f in figures for name in f if name != "skipped"):
             values = [f[name] for f in figures if name in f]
             result[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         return result | {
             "optimiser_steps": len(packed),
+            "empty_minibatches": len(minibatches) - len(packed),
             "skipped_steps": sum(f["skipped"] for f in figures),
             "padding_share": 1 - seen / (padded * self.ranks.world) if padded else 0.0,
             "seconds_logprobs": prepared - began,
@@ -165,7 +170,7 @@ class Learner:
         """The optimiser's step, left out on all ranks where a loss or gradient was not finite."""
         finite = bool(self.ranks.reduce(self._finite.clone(), ReduceOp.MIN))
         s = self.settings
-        lr = s.lr * min(1.0, (self.updates + 1) / max(1, s.lr_warmup_steps))
+        lr = s.lr * self.lr_scale * min(1.0, (self.updates + 1) / max(1, s.lr_warmup_steps))
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.skip = not finite
@@ -176,12 +181,15 @@ class Learner:
         self.engine.step()
         self.updates += 1
         self._skipped_in_row = 0 if finite else self._skipped_in_row + 1
-        if self._skipped_in_row >= MAX_SKIPPED:
-            raise LearnerFailed(
-                f"loss or gradient not finite in {MAX_SKIPPED} optimiser steps in a row"
-            )
         norm = self.engine.get_global_grad_norm() if norm is None else norm
         return {"grad_norm": float(norm or 0.0), "lr": lr, "skipped": float(not finite)}
+
+    def _skipped(self, rows: Sequence[Row], figures: dict[str, float]) -> None:
+        if self.settings.dumps is not None and self.ranks.rank == 0:
+            checkpoint.dump(self.settings.dumps, self.updates, rows, figures)
+        if self._skipped_in_row >= MAX_SKIPPED:
+            what = f"loss or gradient not finite in {MAX_SKIPPED} optimiser steps in a row"
+            raise LearnerFailed(f"{what}; batches: {self.settings.dumps}")
 
     @_together
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
@@ -193,38 +201,46 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, one at a time, untied: a tied head
         is sent once more under its own name. Use each tensor before asking for the next."""
-        yield from self._weights()
+        yield from untied_export(self._weights(), self.engine.module.policy.config)
 
-    def _weights(self, untied: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
         import deepspeed
 
         for name, parameter in self.engine.module.policy.named_parameters():
             gather = [parameter] if self.settings.zero_stage == 3 else []
             with deepspeed.zero.GatheredParameters(gather, enabled=bool(gather)):
                 yield name, parameter.data
-                if untied and self.tied and name == "model.embed_tokens.weight":
-                    yield "lm_head.weight", parameter.data
 
     @_together
-    def save(self, root: Path, step: int, keep: int) -> None:
-        state = {"step": step, "updates": self.updates}
+    def save(self, root: Path, step: int, keep: int, best: int = 0) -> None:
+        """`best`: the step whose checkpoint stays beside the last `keep`."""
+        counts = (self.updates, self.weight_version, self.lr_scale)
+        state = checkpoint.State(self.settings.run, step, *counts, best)
         checkpoint.save(self.engine, self.ranks, root, state, keep)
 
     @_together
     def resume(self, root: Path) -> int:
         """Continues from the newest checkpoint; the number of steps done, 0 where there is none."""
-        state = checkpoint.load(self.engine, root)
-        if state is None:
+        if (state := checkpoint.load(self.engine, root, self.settings.run)) is None:
             return 0
-        self.updates = state["updates"]
-        return state["step"]
+        self.updates, self.lr_scale = state.updates, state.lr_scale
+        self.weight_version = state.weight_version
+        return state.step
+
+    @_together
+    def restore(self, root: Path, step: int, lr_scale: float) -> None:
+        """Back to the weights and moments of `step`; weight versions go on counting."""
+        state = checkpoint.load(self.engine, root, self.settings.run, step)
+        assert state is not None
+        self.updates, self.lr_scale = state.updates, lr_scale
+        self.weight_version += 1
 
     @_together
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder, on rank 0; reloaded once to see that it can be."""
         state = {
             name: parameter.detach().to("cpu", copy=True).contiguous()
-            for name, parameter in self._weights(untied=False)
+            for name, parameter in self._weights()
         }
         if self.ranks.rank == 0:
             save_policy(state, self.settings.folder, folder, self._dtype)

@@ -70,8 +70,8 @@ class PolicyLoss:
             entropy_coef=self.entropy_coef,
         )
         gap = (old - batch.sampler_logprobs).abs()
-        sums = {"kl": result.kl.sum(), "clip_fraction": result.clipped.sum()}
-        sums |= {"entropy": entropy.detach().sum(), "sampler_gap_mean": gap.sum()}
+        sums = {"clip_fraction": result.clipped.sum(), "entropy": entropy.detach().sum()}
+        sums |= {"sampler_gap_mean": gap.sum()} | ({} if ref is None else {"kl": result.kl.sum()})
         maxima = {"sampler_gap_max": gap.max(), "ratio_max": result.ratio.max()}
         return result.loss, Figures(sums, maxima)
 

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from memsearcher import files
+from memsearcher.files import BadInput
 from memsearcher.grpo import token_logprobs
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ class LogProbs(torch.nn.Module):
         """(M, L), (M, L), (N,) -> (N,) log-probs, (N,) entropies; the head sees N tokens only."""
         out = self.policy.model(input_ids=input_ids, use_cache=False)
         hidden = out.last_hidden_state  # (M, L, D)
-        return token_logprobs(
+        return chunked_logprobs(
             hidden[select],
             self.policy.lm_head,
             targets,
@@ -38,6 +41,34 @@ class LogProbs(torch.nn.Module):
             temperature=self.temperature,
             entropy_grad=entropy_grad,
         )
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    head: torch.nn.Module,
+    ids: Tensor,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    logits_bytes: int = 2**26,
+) -> tuple[Tensor, Tensor]:
+    """`grpo.token_logprobs` of (N, D) hidden states, in chunks of tokens whose float32 logits take
+    `logits_bytes` at most and which are recomputed in the backward pass: (N, V) float32 logits
+    never stand in memory."""
+
+    def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = token_logprobs(head(h), target, temperature)
+        return logprobs, entropy if entropy_grad else entropy.detach()
+
+    size = max(1, logits_bytes // (4 * vocabulary))
+    parts = []
+    for h, target in zip(hidden.split(size), ids.split(size), strict=True):
+        if torch.is_grad_enabled() and len(ids) > size:
+            parts.append(checkpoint(chunk, h, target, use_reentrant=False))
+        else:
+            parts.append(chunk(h, target))
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
 class SkippableAdamW(torch.optim.AdamW):
@@ -58,6 +89,13 @@ def load_policy(folder: Path, dtype: torch.dtype) -> "PreTrainedModel":
         folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
     )
     return model.train()
+
+
+def check_vocabulary(folder: Path, tokens: int) -> None:
+    """A policy may know more ids than its tokenizer (padded embeddings), never fewer."""
+    rows = files.read_json(folder / "config.json").get("vocab_size")
+    if not isinstance(rows, int) or rows < tokens:
+        raise BadInput(f"{folder}: the tokenizer has {tokens} tokens, the model {rows}")
 
 
 class UnreadableExport(RuntimeError):

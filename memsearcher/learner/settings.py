@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from memsearcher.params import Train
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`folder` is the starting policy, `reference` the frozen one (None: no KL term)."""
+    """`folder` is the starting policy, `reference` the frozen one (None: no KL term). `run` names
+    the run in its checkpoints; `dumps` is where the batch of a non-finite step is written."""
 
     folder: Path
     lr: float
@@ -19,6 +22,25 @@ class Settings:
     zero_stage: int = 0
     offload: bool = False
     gradient_checkpointing: bool = False
+    run: str = ""
+    dumps: Path | None = None
+
+    @classmethod
+    def of(cls, train: Train, folder: Path, run: str, dumps: Path) -> "Settings":
+        return cls(
+            folder=folder,
+            reference=folder if train.kl_coef else None,
+            lr=train.lr,
+            max_tokens_per_microbatch=train.max_tokens_per_microbatch,
+            temperature=train.temperature,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
+            zero_stage=train.zero_stage,
+            offload=train.offload,
+            gradient_checkpointing=train.gradient_checkpointing,
+            run=run,
+            dumps=dumps,
+        )
 
     def for_deepspeed(self, bf16: bool) -> dict[str, object]:
         """DeepSpeed's configuration. Accumulation is ours: 1 here, and the learner sets the

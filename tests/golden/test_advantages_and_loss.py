@@ -1,9 +1,24 @@
 """grpo.py against numbers that do not come from it: a float64 numpy version written from the
 equations with loops and scalars, and values worked out by hand.
 
-Each group was seen failing once: biased std in `group_advantages`; `torch.minimum` for `maximum` in
-the surrogate; the dual clip on positive advantages; k3 with π/π_ref for π_ref/π; the cap of the
-importance weight left out; each rule of `turn_weights` with its denominator off by one.
+Each was seen failing once, by an edit of a copy of grpo.py:
+    advantages          biased std; ε left out; failed members counted; no test for equal rewards
+      c4, c9            one mean for the whole batch
+      c5, c6            biased std; a group for each trajectory
+    token loss, all 7   minimum for maximum; no clip; the ratio turned round; k3 turned round
+      asymmetric, all   the lower clip's width on both sides; the upper clip's
+      dual clip, all    applied to positive advantages too
+      importance, all   cap left out; weight turned round
+      entropy, all      its sign
+    aggregation         losses outside the mask added; and by rule
+      token, turn       denominator one too large; turns without a token counted
+      trajectory        turns for trajectories
+      release           rows left out
+      release on paper  padding rows left out
+    log-probs, entropy  temperature left out; sign of the entropy
+    overlong masking    the others masked instead
+The edits of the upper clip and of the dual clip went unseen at first: all advantages of the random
+vector were negative. It has both signs and a zero since.
 """
 
 import math
@@ -12,7 +27,13 @@ import numpy as np
 import pytest
 import torch
 
-from memsearcher.grpo import aggregate, group_advantages, token_loss, turn_weights
+from memsearcher.grpo import (
+    aggregate,
+    group_advantages,
+    token_logprobs,
+    token_loss,
+    turn_weights,
+)
 
 RULES = ["token", "turn", "trajectory", "release"]
 
@@ -103,7 +124,7 @@ def test_token_loss_agrees_with_numpy(name):
     o |= {"kl_coef": 0.0, "tis_cap": None, "entropy_coef": 0.0} | OPTIONS[name]
     rng = np.random.default_rng(5)
     logp, old, ref, sampler = -2 + rng.normal(0, 0.6, (4, 7, 9))
-    entropy, adv = rng.random((7, 9)), rng.normal(0, 1, (7, 1))
+    entropy, adv = rng.random((7, 9)), rng.random((7, 1)) * [[1], [-1], [2], [-2], [0], [1], [-1]]
     expected = np.array(
         [
             [
@@ -150,6 +171,32 @@ def test_aggregation_agrees_with_numpy(rule):
         )
         expected = aggregate_by_hand(losses, mask, names, rule, micros, 5)
         assert ours.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_log_probs_and_entropy_agree_with_numpy():
+    rng = np.random.default_rng(9)
+    logits, ids = rng.normal(0, 3, (6, 11)), rng.integers(0, 11, 6)
+    for temperature in (1.0, 0.6):
+        said = token_logprobs(torch.from_numpy(logits), torch.from_numpy(ids), temperature)
+        for i in range(6):
+            weights = [math.exp(v / temperature) for v in logits[i]]
+            p = [w / sum(weights) for w in weights]
+            assert said[0][i].item() == pytest.approx(math.log(p[ids[i]]), abs=1e-12)
+            assert said[1][i].item() == pytest.approx(-sum(q * math.log(q) for q in p), abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["token", "turn", "trajectory"])
+def test_overlong_masking_agrees_with_numpy(rule):
+    """As if the turns of trajectories that were cut had sampled nothing."""
+    rng = np.random.default_rng(11)
+    losses, mask = rng.normal(0, 1, (6, 4)), rng.random((6, 4)) < 0.7
+    names, overlong = [0, 0, 1, 2, 2, 3], [False, False, True, True, True, False]
+    ours = aggregate(
+        torch.from_numpy(losses), torch.from_numpy(mask), names, rule, overlong=overlong
+    )
+    kept = [i for i in range(6) if not overlong[i]]
+    expected = aggregate_by_hand(losses[kept], mask[kept], [names[i] for i in kept], rule, [], 5)
+    assert ours.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_release_rule_on_paper():

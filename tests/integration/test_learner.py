@@ -1,30 +1,26 @@
 """The learner through DeepSpeed: C12, resuming, skipping, exporting, and that it learns."""
 
 import json
-import os
-import random
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import VOCABULARY, eight_turns, python, tiny_policy
 
-from memsearcher.files import ROOT, BadInput
-from memsearcher.grpo import group_advantages
+from memsearcher.files import BadInput
+from memsearcher.grpo import group_advantages, one_update, token_logprobs
 from memsearcher.learner import checkpoint
-from memsearcher.learner.collate import Row, rows
+from memsearcher.learner.collate import collate
 from memsearcher.learner.deepspeed import Learner, LearnerFailed
 from memsearcher.learner.losses import ImitationLoss, PolicyLoss
+from memsearcher.learner.model import load_policy
 from memsearcher.learner.ranks import Ranks
 from memsearcher.learner.settings import Settings
-from memsearcher.types import Question, StopReason, Trajectory, Turn
 
 pytestmark = pytest.mark.slow
-VOCABULARY = 97
 LOSS = PolicyLoss(kl_coef=0.1)
 BUDGETS = {1: 1000, 2: 60, 4: 26}  # accumulation at least: tokens a micro-batch
 
@@ -32,33 +28,6 @@ BUDGETS = {1: 1000, 2: 60, 4: 26}  # accumulation at least: tokens a micro-batch
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-def tiny_policy(folder: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def eight_turns() -> list[Row]:
-    """1 … 8 sampled tokens, two tokens of observation behind them."""
-    rng, made = random.Random(0), []
-    for i in range(8):
-        prompt, count = rng.randrange(2, 6), i + 1
-        ids = [rng.randrange(VOCABULARY) for _ in range(prompt + count + 2)]
-        mask, logprobs = [True] * count + [False] * 2, [-4.5] * count + [0.0] * 2
-        made.append(Row(ids, prompt, mask, logprobs, rng.uniform(-1, 1), trajectory=str(i // 2)))
-    return made
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
@@ -101,7 +70,10 @@ def test_c12_two_ranks_and_every_zero_stage(policy, tmp_path):
     torch.save(gradients(step(policy, Ranks(1), BUDGETS[1], 0)), tmp_path / "alone.pt")
     port = str(free_port())
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [python("pair", policy, tmp_path, RANK=k, LOCAL_RANK=k, **place) for k in ("0", "1")]
+    started = [
+        python("test_learner", "pair", policy, tmp_path, RANK=k, LOCAL_RANK=k, **place)
+        for k in ("0", "1")
+    ]
     for process in started:
         _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors[-3000:]
@@ -112,7 +84,7 @@ def test_c12_two_ranks_and_every_zero_stage(policy, tmp_path):
 
 def test_followers_do_what_rank_0_says(policy, tmp_path):
     """ZeRO-3 over two ranks from one process: update, full-shaped untied weights, export (C24)."""
-    process = python("lead", policy, tmp_path)
+    process = python("test_learner", "lead", policy, tmp_path)
     _, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors[-3000:]
     shapes = json.loads((tmp_path / "shapes.json").read_text())
@@ -121,21 +93,6 @@ def test_followers_do_what_rank_0_says(policy, tmp_path):
     assert shapes == {name: list(tensor.shape) for name, tensor in before.items()}
     moved = [(before[name] - after[name]).abs().max().item() for name in before]
     assert 0 < max(moved) < 2e-3
-
-
-def python(function: str, *arguments: Path, **environment: str) -> subprocess.Popen[str]:
-    """This file's `function` in a process of its own that belongs to no ranks yet."""
-    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {k: v for k, v in os.environ.items() if k not in own}
-    code = f"import sys; from tests.integration.test_learner import *; {function}(*sys.argv[1:])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def free_port() -> int:
@@ -192,6 +149,69 @@ def test_a_resumed_learner_goes_on_bit_by_bit(policy, tmp_path, zero):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
 
 
+def test_the_last_and_the_best_checkpoint_stay_and_the_best_comes_back(policy, tmp_path):
+    learner = Learner.open(Settings(policy, 1e-3, 1000, zero_stage=1), Ranks(1))
+    for number in range(1, 6):
+        learner.update([eight_turns()], LOSS)
+        learner.save(tmp_path, number, 2, min(number, 2))
+        if number == 2:
+            best = weights(learner)
+    names = [f.name for f in checkpoint.folders(tmp_path)]
+    assert names == ["step-000002", "step-000004", "step-000005"]
+    learner.restore(tmp_path, 2, 0.5)
+    assert all(torch.equal(tensor, best[name]) for name, tensor in weights(learner).items())
+    assert learner.weight_version == 6
+    assert learner.update([eight_turns()], LOSS)["lr"] == pytest.approx(5e-4)
+    learner.save(tmp_path, 6, 2, 2)
+    again = Learner.open(Settings(policy, 1e-3, 1000, zero_stage=1), Ranks(1))
+    assert again.resume(tmp_path) == 6
+    assert (again.lr_scale, again.weight_version, again.updates) == (0.5, 7, 3)
+
+
+def test_disk_use_is_stated_from_above(policy, tmp_path):
+    learner = Learner.open(Settings(policy, 1e-3, 1000, zero_stage=1), Ranks(1))
+    for number in range(1, 4):
+        learner.update([eight_turns()], LOSS)
+        learner.save(tmp_path, number, 1, 1)
+    learner.export(tmp_path / "a")
+    learner.export(tmp_path / "b")
+    used = sum(p.stat().st_size for p in tmp_path.rglob("*.*") if p.is_file())
+    stated = checkpoint.most_bytes((policy / "model.safetensors").stat().st_size, 1, False)
+    assert 0.5 * stated < used < stated, (used, stated)
+
+
+def test_a_checkpoint_of_another_run_is_refused(policy, tmp_path):
+    Learner.open(Settings(policy, 1e-3, 1000, run="abc"), Ranks(1)).save(tmp_path, 1, 1)
+    other = Learner.open(Settings(policy, 1e-3, 1000, run="def"), Ranks(1))
+    with pytest.raises(BadInput, match="of run 'abc', this is run 'def'"):
+        other.resume(tmp_path)
+
+
+def test_the_learner_does_the_pages_one_update(policy):
+    """Two optimiser steps of AdamW, DeepSpeed and micro-batches against torch and the page."""
+    turns, rewards, groups = eight_turns(), [1.0, 0.0, 0.25, 0.75], list("aabb")
+    advantages = group_advantages(rewards, groups)
+    turn_of = [int(r.trajectory) for r in turns]
+    trained = [replace(r, advantage=advantages[i]) for r, i in zip(turns, turn_of, strict=True)]
+    learner = Learner.open(Settings(policy, 1e-3, 26, zero_stage=1, max_grad_norm=1e9), Ranks(1))
+    plain = load_policy(policy, torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    batch = collate(turns)
+    for _ in range(2):
+        logits = plain(batch.input_ids).logits[batch.select]
+        flat, _ = token_logprobs(logits, batch.targets)
+        logprobs = flat.new_zeros(batch.select.shape).masked_scatter(batch.select, flat)
+        loss = one_update(
+            logprobs, logprobs.detach(), batch.select, turn_of, rewards, groups, optimizer, "turn"
+        )
+        ours = learner.update([trained], PolicyLoss(aggregation="turn"))
+        assert ours["loss"] == pytest.approx(loss, abs=1e-6)
+    expected = dict(plain.named_parameters())
+    for name, tensor in weights(learner).items():
+        if name in expected:
+            assert (tensor - expected[name]).abs().max() < 1e-6, name
+
+
 def test_only_files_of_the_manifest_are_read(policy, tmp_path):
     settings = Settings(policy, 1e-3, 1000, zero_stage=1)
     learner = Learner.open(settings, Ranks(1))
@@ -209,8 +229,9 @@ def test_only_files_of_the_manifest_are_read(policy, tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_step_that_is_not_finite_is_left_out_and_three_stop_the_run(policy, zero):
-    learner = Learner.open(Settings(policy, 1e-2, 60, zero_stage=zero), Ranks(1))
+def test_a_step_that_is_not_finite_is_left_out_and_three_stop_the_run(policy, zero, tmp_path):
+    settings = Settings(policy, 1e-2, 60, zero_stage=zero, dumps=tmp_path)
+    learner = Learner.open(settings, Ranks(1))
     before = weights(learner)
     broken = [replace(r, advantage=float("nan")) for r in eight_turns()]
     for _ in range(2):
@@ -221,11 +242,17 @@ def test_a_step_that_is_not_finite_is_left_out_and_three_stop_the_run(policy, ze
     assert all(t.isfinite().all() for t in weights(learner).values())
     with pytest.raises(LearnerFailed, match="3 optimiser steps in a row"):
         learner.update([broken] * 3, PolicyLoss())
+    dumps = sorted(tmp_path.iterdir())
+    assert [d.name for d in dumps] == [f"update-00000{n}.json" for n in (1, 2, 4, 5, 6)]
+    dumped = json.loads(dumps[0].read_text())
+    assert [row["ids"] for row in dumped["rows"]] == [r.ids for r in eight_turns()]
+    assert dumped["figures"]["skipped"] == 1
 
 
 def test_nothing_to_learn_from_is_no_step(policy):
     learner = Learner.open(Settings(policy, 1e-2, 60), Ranks(1))
-    assert learner.update([[], []], PolicyLoss())["optimiser_steps"] == 0
+    nothing = learner.update([[], []], PolicyLoss())
+    assert (nothing["loss"], nothing["optimiser_steps"], nothing["empty_minibatches"]) == (0, 0, 2)
     foreign = replace(eight_turns()[0], ids=[VOCABULARY] * 6)
     with pytest.raises(BadInput, match="token id 97 but the policy's vocabulary has 97"):
         learner.update([[foreign]], PolicyLoss())
@@ -236,36 +263,3 @@ def test_it_imitates(policy):
     losses = [learner.update([eight_turns()], ImitationLoss())["loss"] for _ in range(40)]
     assert losses[0] == pytest.approx(4.57, abs=0.1)
     assert losses[-1] < 2.0
-
-
-def test_two_answers_are_learned_in_thirty_steps(policy, tmp_path):
-    """Right is 1 after prompt [10], 2 after [11]. A short imitation of both makes a policy that
-    tosses a coin; 8 questions × 8 then tell it which."""
-    prompts, right = [[10], [11]] * 4, [1, 2] * 4
-    learner = Learner.open(Settings(policy, 5e-3, 4096, zero_stage=1), Ranks(1))
-    coin = [Row([prompt, said], 1, [True], [0.0]) for prompt in (10, 11) for said in (1, 2)]
-    for _ in range(60):
-        learner.update([coin], ImitationLoss())
-    learner.export(tmp_path / "coin")
-    learner = Learner.open(Settings(tmp_path / "coin", 2e-3, 4096, zero_stage=1), Ranks(1))
-    generator = torch.Generator().manual_seed(1)
-    history = []
-    for _ in range(30):
-        done, rewards = [], []
-        with torch.no_grad():
-            logits = learner.engine.module.policy(torch.tensor([[10], [11]])).logits[:, -1]
-        tables = logits.log_softmax(-1)
-        for number, (prompt, answer) in enumerate(zip(prompts, right, strict=True)):
-            table = tables[prompt[0] - 10]
-            for member in range(8):
-                said = int(torch.multinomial(table.exp(), 1, generator=generator))
-                turn = Turn(prompt, [said], [True], [table[said].item()], "", "")
-                question = Question(str(number), "two", "", (str(answer),))
-                reward = 1.0 if said == answer else 0.1 * (said in right)
-                done.append(Trajectory(question, member, (turn,), StopReason.ANSWERED))
-                rewards.append(reward)
-        advantages = group_advantages(rewards, [t.question.id for t in done])
-        learner.update([rows(done, advantages)], PolicyLoss())
-        history.append(sum(r == 1.0 for r in rewards) / len(rewards))
-    assert 0.2 < history[0] < 0.8
-    assert max(history[20:]) > 0.9, history

@@ -1,13 +1,17 @@
 """Turns to tensors, and which turns stand together."""
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
-from memsearcher.files import BadInput
+from memsearcher.files import ROOT, BadInput
+from memsearcher.grpo import group_advantages
 from memsearcher.learner.collate import Row, by_questions, collate, row, rows
 from memsearcher.learner.losses import PolicyLoss
+from memsearcher.learner.model import check_vocabulary
 from memsearcher.learner.packing import microbatches, pack
 from memsearcher.training import draw
 from memsearcher.types import Question, StopReason, Trajectory, Turn
@@ -52,6 +56,89 @@ def test_lists_that_disagree_are_refused():
         row(replace(turn(2, 2), mask=[True]))
     with pytest.raises(ValueError, match="without a prompt"):
         row(turn(0, 2))
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), float("-inf")])
+def test_a_sampled_token_without_a_log_prob_is_refused(missing):
+    broken = replace(turn(2, 3), sampler_logprobs=[-1.0, missing, -1.0])
+    with pytest.raises(ValueError, match=rf"nq#1: sampled token 1 \(id 4\) has log-prob {missing}"):
+        row(broken, trajectory="nq#1")
+    assert row(replace(broken, mask=[True, False, True])).count == 2
+
+
+def test_a_mask_that_is_longer_than_the_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"x: response, mask, log-probs have lengths \(2, 3, 2\)"):
+        row(replace(turn(2, 2), mask=[True] * 3), trajectory="x")
+
+
+def test_nothing_masked_or_all_failed_is_no_row():
+    failed = [trajectory("a", i, 2, StopReason.INFRA_FAILED) for i in range(2)]
+    assert rows(failed, [0.0, 0.0]) == rows([], []) == []
+    silent = replace(trajectory("a", 0, 0), turns=(turn(2, 2, masked=2),))
+    assert rows([silent], [1.0]) == []
+    assert pack([], PolicyLoss(), 100) == []
+
+
+def test_overlong_masking_leaves_the_loss_and_not_the_group():
+    group = [trajectory("a", 0, 1), trajectory("a", 1, 2, StopReason.OVERLONG)]
+    advantages = group_advantages([1.0, 0.0], ["a", "a"], normalise="mean")
+    assert [r.trajectory for r in rows(group, advantages)] == ["a#0", "a#1", "a#1"]
+    (kept,) = rows(group, advantages, overlong_masking=True)
+    assert (kept.trajectory, kept.advantage) == ("a#0", 0.5)
+
+
+def test_groups_of_different_sizes_stay_whole():
+    group = [trajectory(q, i, 1) for q, n in (("a", 3), ("b", 1), ("c", 2)) for i in range(n)]
+    assert by_questions(group, 3) == [[0, 1, 2], [3], [4, 5]]
+    assert group_advantages([1, 0, 0, 1, 1, 0], list("aaabcc"), normalise="mean") == pytest.approx(
+        [2 / 3, -1 / 3, -1 / 3, 0, 0.5, -0.5]
+    )
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    check_vocabulary(tmp_path, 100)
+    with pytest.raises(BadInput, match="the tokenizer has 101 tokens, the model 100"):
+        check_vocabulary(tmp_path, 101)
+
+
+def test_react_is_one_turn_with_several_spans():
+    """n_i = 1: one row, trained on both spans and not on the observation between them."""
+    spans = replace(turn(3, 6), mask=[True, True, False, False, True, True])
+    (made,) = rows(
+        [Trajectory(Question("a", "nq", "?", ("x",)), 0, (spans,), StopReason.ANSWERED)], [0.5]
+    )
+    batch = collate([replace(made, weight=0.25)])
+    assert batch.select.nonzero()[:, 1].tolist() == [2, 3, 6, 7]
+    assert batch.targets.tolist() == [4, 5, 8, 9]
+    assert batch.advantages.tolist() == [0.5] * 4
+
+
+MEASURE = """
+import resource, torch
+from memsearcher.learner.model import chunked_logprobs
+torch.set_num_threads(1)
+head = torch.nn.Linear(32, 32768, bias=False)
+hidden = torch.randn(2048, 32, requires_grad=True)
+ids = torch.randint(32768, (2048,))
+def added(logits_bytes):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = chunked_logprobs(hidden, head, ids, vocabulary=32768, logits_bytes=logits_bytes)
+    said[0].sum().backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+added(2**20)
+print(added(2**23), added(2**40))
+"""
+
+
+def test_full_float32_logits_never_stand_in_memory():
+    """2,048 tokens × 32,768 ids are 256 MiB in float32. Chunks of 8 MiB add a fraction of that at
+    the peak, forward and backward; one chunk for all adds several times that."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    chunked, whole = map(float, done.stdout.split())
+    assert chunked < 128 < 256 < whole, (chunked, whole)
 
 
 def test_c8_minibatches_are_sets_of_questions():
@@ -109,3 +196,21 @@ def test_c13_data_order_is_a_function_of_seed_and_step():
     assert steps[:2] != steps[2:]
     with pytest.raises(BadInput, match="9 questions a step asked of 8"):
         draw(pool, 17, 0, 9)
+
+
+def test_renaming_keeps_the_pattern_of_a_row_and_changes_its_names() -> None:
+    from memsearcher.learner.collate import Row
+    from memsearcher.learner.sft import renamed
+
+    names, towns = [10, 11, 12, 13, 14, 15], [20, 21, 22]
+    row = Row([1, 10, 2, 20, 10, 11, 3], 3, [True] * 4, [0.0] * 4)
+    rows_of = renamed(lambda step: [row, row], [names, towns], seed=1)
+    a, b = rows_of(1)
+    for made in (a, b):
+        assert [made.ids[i] for i in (0, 2, 6)] == [1, 2, 3]  # what is no name stays
+        assert made.ids[1] == made.ids[4] != made.ids[5]  # equal stays equal, different different
+        assert {made.ids[1], made.ids[5]} <= set(names)
+        assert made.ids[3] in towns
+    assert a.ids != b.ids  # each row its own
+    assert rows_of(1) == [a, b]  # a function of (seed, step)
+    assert rows_of(2) != [a, b]

@@ -12,6 +12,7 @@ from dvc.utils.hydra import compose_and_dump
 from flows.compose import composed
 from memsearcher import params
 from memsearcher.files import ROOT, BadInput
+from memsearcher.learner.losses import PolicyLoss
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 NEEDED = {"laptop": ["corpus.path=a.jsonl", "questions.path=b"]}
@@ -26,6 +27,36 @@ def test_demo_is_the_committed_file() -> None:
 def test_every_experiment_composes(name: str) -> None:
     made = params.validate(yaml.safe_load(composed([f"experiment={name}", *NEEDED.get(name, [])])))
     assert made.tracking.experiment.startswith("memsearcher")
+
+
+def test_the_paper_and_the_release_differ_in_what_each_states() -> None:
+    paper, release = (
+        params.validate(yaml.safe_load(composed([f"experiment={name}"])))
+        for name in ("paper-3b", "release-3b")
+    )
+    for made in (paper, release):
+        t = made.train
+        assert (t.questions_per_step, t.group_size, t.lr, t.temperature) == (256, 5, 1e-6, 1.0)
+        assert (t.kl_coef, t.clip_low, t.clip_high) == (0.001, 0.2, 0.2)
+        assert made.policy.name == "Qwen/Qwen2.5-3B-Instruct"
+        assert made.agents["memsearcher"].init == "base"
+    t = paper.train
+    assert (t.aggregation, t.dual_clip, t.entropy_coef, t.top_p, t.top_k) == (
+        "token",
+        None,
+        0,
+        1,
+        0,
+    )
+    assert paper.reward.preset == "paper"
+    assert paper.agent.max_memory_tokens == 1024
+    t = release.train
+    assert (t.aggregation, t.dual_clip, t.entropy_coef) == ("release", 3.0, 0.001)
+    assert (t.top_p, t.top_k, t.weight_decay, t.max_grad_norm) == (0.99, 10000, 0.01, 1.0)
+    assert t.questions_per_step // t.minibatches == 128
+    assert PolicyLoss.of(t).release_rows == 80
+    assert release.reward.preset == "release"
+    assert (release.agent.max_turns_train, release.agent.max_turns_eval) == (5, 20)
 
 
 def test_keys_keep_the_order_of_config() -> None:

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsearcher.grpo import aggregate, group_advantages, token_logprobs, token_loss, turn_weights
+from memsearcher.grpo import (
+    aggregate,
+    group_advantages,
+    one_update,
+    token_logprobs,
+    token_loss,
+    turn_weights,
+)
+from memsearcher.learner.model import chunked_logprobs
 
 RULES = ["token", "turn", "trajectory"]
 seeds = st.integers(0, 10**6)
@@ -45,16 +53,50 @@ def test_order_of_turns_is_free(seed, rule):
 
 
 @settings(max_examples=15, deadline=None)
+@given(seeds)
+def test_order_of_trajectories_and_groups_is_free(seed):
+    rng = random.Random(seed)
+    rewards = [rng.choice([0.0, 0.1, 0.4, 1.0]) for _ in range(12)]
+    groups, valid = [i // 4 for i in range(12)], [rng.random() < 0.8 for _ in range(12)]
+    before = group_advantages(rewards, groups, valid=valid)
+    order = rng.sample(range(12), 12)
+    names = ["x", "y", "z"]
+    after = group_advantages(
+        [rewards[i] for i in order],
+        [names[groups[i]] for i in order],
+        valid=[valid[i] for i in order],
+    )
+    assert after == pytest.approx([before[i] for i in order], abs=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
 @given(seeds, st.sampled_from(RULES), st.integers(1, 4))
-def test_padding_and_masked_tokens_are_free(seed, rule, more):
+def test_padding_is_free(seed, rule, more):
     logp, old, advantages, mask, names = make(seed)
     loss, grad = gradient(logp, old, advantages, mask, names, rule)
-    wide = torch.full((len(names), more), float("nan"), dtype=torch.float64)
+    wide = torch.randn(len(names), more, dtype=torch.float64)
     padded = torch.cat([logp.detach(), wide], 1).requires_grad_()
     hidden = torch.cat([mask, torch.zeros_like(wide, dtype=torch.bool)], 1)
-    losses = token_loss(padded, torch.cat([old, torch.zeros_like(wide)], 1), advantages).loss
+    again, padded_grad = gradient(
+        padded, torch.cat([old, -wide], 1), advantages, hidden, names, rule
+    )
+    assert again == pytest.approx(loss, abs=1e-12)
+    assert (padded_grad[:, : mask.shape[1]] - grad).abs().max() < 1e-9
+    assert (padded_grad[:, mask.shape[1] :] == 0).all()
+    losses = token_loss(padded, torch.cat([old, wide * float("nan")], 1), advantages).loss
     assert aggregate(losses, hidden, names, rule).item() == pytest.approx(loss, abs=1e-12)
-    assert grad[~mask].abs().max() == 0 if (~mask).any() else True
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.sampled_from(RULES))
+def test_masked_tokens_are_free(seed, rule):
+    logp, old, advantages, mask, names = make(seed)
+    loss, grad = gradient(logp, old, advantages, mask, names, rule)
+    other = torch.where(mask, logp.detach(), torch.randn_like(logp)).requires_grad_()
+    again, other_grad = gradient(other, old, advantages, mask, names, rule)
+    assert again == pytest.approx(loss, abs=1e-12)
+    assert (other_grad - grad).abs().max() < 1e-9
+    assert (grad[~mask] == 0).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -95,6 +137,23 @@ def test_equal_rewards_are_exactly_nothing(value, count):
     assert group_advantages([value] * count, ["g"] * count) == [0.0] * count
 
 
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.floats(0.1, 10))
+def test_scaling_a_groups_rewards_scales_its_gradient_or_nothing(seed, scale):
+    """By the factor where advantages are only centred; not at all where they are also divided."""
+    logp, old, _, mask, _ = make(seed)
+    rewards, groups = [1.0, 0.0, 0.5, 0.25, 0.1, 0.9], [0, 0, 0, 1, 1, 1]
+    scaled = [r * scale if g == 0 else r for r, g in zip(rewards, groups, strict=True)]
+    for normalise, factor in (("mean", scale), ("std", 1.0)):
+        grads = []
+        for values in (rewards, scaled):
+            a = group_advantages(values, groups, normalise=normalise, eps=0.0)
+            spread = torch.tensor(a, dtype=torch.float64)[:, None]
+            grads.append(gradient(logp, old, spread, mask, range(6), "token")[1])
+        assert (grads[0][:3] * factor - grads[1][:3]).abs().max() < 1e-9
+        assert (grads[0][3:] - grads[1][3:]).abs().max() < 1e-9
+
+
 def test_one_turn_each_is_plain_grpo():
     """n_i = 1 (ReAct): turn and trajectory mean are the same rule."""
     counts = [3, 1, 4]
@@ -130,15 +189,39 @@ def test_chunks_of_the_vocabulary_change_nothing(chunk):
     head = torch.nn.Linear(8, 11, bias=False).double()
     hidden = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(11, (7,))
-    got, entropy = token_logprobs(
+    got, entropy = chunked_logprobs(
         hidden, head, ids, vocabulary=11, temperature=0.6, logits_bytes=4 * 11 * chunk
     )
-    full = (head(hidden).float() / 0.6).log_softmax(-1)
-    torch.testing.assert_close(got, full.gather(1, ids[:, None])[:, 0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=0, atol=1e-6)
+    full = (head(hidden) / 0.6).log_softmax(-1)
+    torch.testing.assert_close(got, full.gather(1, ids[:, None])[:, 0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=0, atol=1e-9)
+    assert not entropy.requires_grad
     (a,) = torch.autograd.grad(got.sum(), hidden)
     (b,) = torch.autograd.grad(full.gather(1, ids[:, None]).sum(), hidden)
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_log_probs_are_float32_at_least():
+    logits = torch.randn(3, 5).bfloat16()
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 4, 2]))
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert logprobs.equal(logits.float().log_softmax(-1)[range(3), [0, 4, 2]])
+
+
+def test_one_update_is_its_parts():
+    """Two questions × two trajectories, one of them with two turns, by plain gradient descent."""
+    logp, old, _, mask, _ = make(4, rows=5)
+    before = logp.detach().clone()
+    rewards, groups, turn_of = [1.0, 0.0, 0.3, 0.1], list("aabb"), [0, 0, 1, 2, 3]
+    loss = one_update(
+        logp, old, mask, turn_of, rewards, groups, torch.optim.SGD([logp], lr=0.5), "turn"
+    )
+    advantages = group_advantages(rewards, groups)
+    spread = torch.tensor([advantages[i] for i in turn_of], dtype=torch.float64)[:, None]
+    again = before.clone().requires_grad_()
+    expected, grad = gradient(again, old, spread, mask, turn_of, "turn")
+    assert loss == pytest.approx(expected, abs=1e-12)
+    assert (before - 0.5 * grad - logp.detach()).abs().max() < 1e-12
 
 
 def test_odd_arguments_say_what_is_wrong():
