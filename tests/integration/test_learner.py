@@ -1,7 +1,9 @@
 """The learner through DeepSpeed: C12, resuming, skipping, exporting, and that it learns."""
 
+import asyncio
 import json
 import socket
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import VOCABULARY, eight_turns, python, tiny_policy
 
+from memsearcher.engine.inprocess import InProcessEngine
 from memsearcher.files import BadInput
 from memsearcher.grpo import group_advantages, one_update, token_logprobs
 from memsearcher.learner import checkpoint
@@ -83,7 +86,8 @@ def test_c12_two_ranks_and_every_zero_stage(policy, tmp_path):
 
 
 def test_followers_do_what_rank_0_says(policy, tmp_path):
-    """ZeRO-3 over two ranks from one process: update, full-shaped untied weights, export (C24)."""
+    """ZeRO-3 over two ranks from one process: update, full-shaped untied weights, export; checksums
+    of three tensors agree between what an engine was sent and what was exported (C24)."""
     process = python("test_learner", "lead", policy, tmp_path)
     _, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors[-3000:]
@@ -93,6 +97,9 @@ def test_followers_do_what_rank_0_says(policy, tmp_path):
     assert shapes == {name: list(tensor.shape) for name, tensor in before.items()}
     moved = [(before[name] - after[name]).abs().max().item() for name in before]
     assert 0 < max(moved) < 2e-3
+    sums = json.loads((tmp_path / "checksums.json").read_text())
+    assert sums == {name: checksum(after[name]) for name in CHECKED}
+    assert sums != {name: checksum(before[name]) for name in CHECKED}
 
 
 def free_port() -> int:
@@ -117,12 +124,28 @@ def pair(folder: str, out: str) -> None:
         (Path(out) / "cells.json").write_text(json.dumps(cells))
 
 
+CHECKED = (
+    "model.embed_tokens.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().numpy().tobytes())
+
+
 def lead(folder: str, out: str) -> None:
     ranks, place = Ranks(2), Path(folder)
     settings = Settings(place, 1e-3, BUDGETS[2], place, zero_stage=3)
     learner = Learner.open(settings, ranks)
     learner.update([eight_turns()], LOSS)
     shapes = {name: list(tensor.shape) for name, tensor in learner.weights()}
+    engine = InProcessEngine(place, dtype="float32", max_num_seqs=1)
+    asyncio.run(engine.update_weights(learner.weights()))
+    received = dict(engine.model.named_parameters())
+    sums = {name: checksum(received[name]) for name in CHECKED}
+    (Path(out) / "checksums.json").write_text(json.dumps(sums))
     learner.export(Path(out) / "export")
     (Path(out) / "shapes.json").write_text(json.dumps(shapes))
     learner.close()
