@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from memsearcher import files, params
 from memsearcher.files import ROOT, BadInput
@@ -38,6 +38,17 @@ def composed(overrides: list[str], conf: Path = ROOT / "conf") -> str:
     return OmegaConf.to_yaml(config)
 
 
+def check_paths(text: str) -> None:
+    """A file that is not there is said here, before any stage has given up its earlier artifact."""
+    chosen = params.validate(safe_load(text))
+    for key, kind, path in (
+        ("corpus.path", chosen.corpus.kind == "jsonl", chosen.corpus.path),
+        ("questions.path", chosen.questions.kind == "local", chosen.questions.path),
+    ):
+        if kind and not (ROOT / Path(path or "").expanduser()).exists():
+            raise BadInput(f"{key}: {path}: no such file or folder")
+
+
 def _one_line(error: BaseException) -> str:
     """Hydra spreads a message over lines, ends it with hints and keeps the reason in the cause."""
     reasons = [str(error)] if error.__cause__ is None else [str(error), str(error.__cause__)]
@@ -49,6 +60,7 @@ def _one_line(error: BaseException) -> str:
 def main() -> None:
     try:
         text = composed(sys.argv[1:])
+        check_paths(text)
         with files.atomic_write(ROOT / "params.yaml") as f:
             f.write(text)
     except BadInput as e:

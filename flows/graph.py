@@ -100,7 +100,16 @@ class Processes:
         if self._stopping:
             raise StageFailed(name, 130, "interrupted")
         if process.returncode:
+            self._bring_back(name)
             raise StageFailed(name, code if code is not None else process.returncode, said)
+
+    @staticmethod
+    def _bring_back(name: str) -> None:
+        """DVC removes a stage's outs before it runs. A failure costs nobody the earlier ones: they
+        are in the cache, where there were any."""
+        command = [sys.executable, "-m", "dvc", "--wait-for-lock", "checkout", "--force", name]
+        quiet = subprocess.DEVNULL
+        subprocess.run(command, cwd=ROOT, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
 
     def end(self) -> None:
         """SIGINT to every group (DVC then still lets go of its locks), SIGKILL to what remains."""

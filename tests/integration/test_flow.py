@@ -69,6 +69,14 @@ def test_the_flow_runs_the_graph_and_then_nothing(root: Path) -> None:
     assert states(root)["two@memsearcher"] == "Cached"
     assert "up to date" in run(root, "dvc", "status").stdout
 
+    made = (root / "data/three").read_text()  # DVC removes it before a stage that then fails
+    text = (root / "params.yaml").read_text()
+    (root / "params.yaml").write_text(
+        text.replace("max_memory_tokens: 32", "max_memory_tokens: 48")
+    )
+    assert run(root, "flows.pipeline", TOY_THREE="bad").returncode == 2
+    assert (root / "data/three").read_text() == made
+
 
 @pytest.mark.parametrize(
     ("how", "code", "said", "tries"),

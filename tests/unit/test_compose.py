@@ -103,11 +103,22 @@ def test_faults_in_conf_are_named(tmp_path: Path, fault: str) -> None:
         composed([], conf)
 
 
-def test_a_wrong_experiment_ends_with_2_and_writes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["experiment=nope"], "experiment/nope"),
+        (
+            ["experiment=laptop", "corpus.path=nowhere.jsonl", "questions.path=tests"],
+            "corpus.path: nowhere.jsonl: no such file",
+        ),
+    ],
+)
+def test_what_is_wrong_ends_with_2_and_writes_nothing(words: list[str], named: str) -> None:
     before = (ROOT / "params.yaml").read_bytes()
-    command = [sys.executable, "-m", "flows.compose", "experiment=nope"]
+    command = [sys.executable, "-m", "flows.compose", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+    assert named in done.stderr
     assert done.stderr.count("\n") == 1
     assert (ROOT / "params.yaml").read_bytes() == before
