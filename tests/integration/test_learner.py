@@ -251,6 +251,19 @@ def test_only_files_of_the_manifest_are_read(policy, tmp_path):
         learner.resume(tmp_path)
 
 
+@pytest.mark.parametrize("option", ["offload", "gradient_checkpointing"])
+def test_where_the_optimiser_lives_and_what_is_recomputed_change_no_update(policy, option):
+    """Offload of ZeRO 2's optimiser; activations recomputed in the backward pass."""
+    made = []
+    for on in (False, True):
+        settings = Settings(policy, 1e-3, 60, policy, zero_stage=2, **{option: on})
+        learner = Learner.open(settings, Ranks(1))
+        learner.update([eight_turns()], LOSS)
+        made.append(weights(learner))
+    plain, other = made
+    assert all((plain[name] - other[name]).abs().max() < 1e-6 for name in plain)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_step_that_is_not_finite_is_left_out_and_three_stop_the_run(policy, zero, tmp_path):
     settings = Settings(policy, 1e-2, 60, zero_stage=zero, dumps=tmp_path)
