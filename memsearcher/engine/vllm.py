@@ -199,6 +199,10 @@ def _environment(params: Params, sockets: Path) -> Iterator[None]:
     }
     if not torch.accelerator.is_available():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # one helper of vLLM's would cost seconds
+        openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"), None)
+        if openmp is not None and " " in str(openmp):  # vLLM preloads it; a blank ends that name
+            (sockets / openmp.name).symlink_to(openmp)
+            os.environ["LD_PRELOAD"] = str(sockets / openmp.name)
     try:
         yield
     finally:
