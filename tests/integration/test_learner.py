@@ -60,7 +60,7 @@ def test_c12_accumulation_on_one_rank(policy, rule):
     expected = gradients(step(policy, Ranks(1), BUDGETS[1], 0, loss))
     assert max(g.abs().max() for g in expected.values()) > 1e-2
     for accumulation, budget in BUDGETS.items():
-        for zero in (0, 1, 2):
+        for zero in (0, 1, 2, 3):
             learner = step(policy, Ranks(1), budget, zero, loss)
             assert len(learner._pack(eight_turns(), loss)) >= accumulation
             for name, gradient in gradients(learner).items():
