@@ -8,7 +8,6 @@ WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and starts `python -m stages.tr
 """
 
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -17,12 +16,6 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=12)  # followers wait here while rank 0 rolls out
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _without_compiler() -> None:
@@ -44,15 +37,25 @@ class Ranks:
             _without_compiler()
         self._followers: list[subprocess.Popen[bytes]] = []
         if not dist.is_initialized():
+            store: dist.Store | None = None
             if "RANK" not in os.environ:
+                # port 0: bound at once, so nobody can take it between the choice and the use
+                server = dist.TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+                store = dist.PrefixStore("default_pg", server)  # the name that followers look under
                 place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
-                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
                 os.environ.update(place)
                 command = [sys.executable, "-m", "memsearcher.learner.follow"]
                 for k in range(1, world):
                     mine = {**os.environ, "RANK": str(k), "LOCAL_RANK": str(k)}
                     self._followers.append(subprocess.Popen(command, env=mine))
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                timeout=PATIENCE,
+                store=store,
+                rank=int(os.environ["RANK"]) if store else -1,
+                world_size=world if store else -1,
+            )
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if self.world != world and world:
             raise RuntimeError(f"train.ranks is {world} but the launcher started {self.world}")
