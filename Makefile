@@ -17,7 +17,7 @@ help: ## this list
 
 demo: $(ENV) ## the whole DAG on the committed parameters, then the results table
 	@$(PY) -m flows.compose
-	@$(PY) -m flows.pipeline
+	@$(PY) -m dvc status -q && echo "nothing has changed" || $(PY) -m flows.pipeline
 	@echo; cat report/results.md
 	@echo; echo "report     $(CURDIR)/report/index.html"
 	@echo "numbers    $(CURDIR)/report/results.json"

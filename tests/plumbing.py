@@ -58,6 +58,8 @@ def run(job: Job) -> None:
         hashlib.pbkdf2_hmac("sha256", b"in C", b"for minutes", 10**9)
     if how == "bad":
         raise BadInput("data/x.jsonl:7: broken JSON")
+    if how == "full":
+        Path("/dev/full").write_text("a byte")
     if how == "broken":
         raise RuntimeError("the machinery broke")
     (job.work / "made").write_text(job.fingerprint)

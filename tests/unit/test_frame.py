@@ -48,6 +48,7 @@ def test_a_stage_publishes_and_writes_down_what_it_took(root: Path) -> None:
     [
         (["stages.one"], {"TOY_ONE": "bad"}, 2, "one: error: data/x.jsonl:7: broken JSON\n"),
         (["stages.one"], {"TOY_ONE": "broken"}, 1, "RuntimeError: the machinery broke\n"),
+        (["stages.one"], {"TOY_ONE": "full"}, 2, "one: error: no space left on the disk of "),
         (["stages.two", "nope"], {}, 2, "two: error: no 'nope' in params.yaml"),
         (["stages.three"], {}, 2, "three: error: data/one: no such file or folder"),
     ],
