@@ -114,7 +114,9 @@ def toy(to: Path) -> Path:
 def environment(root: Path, **more: str) -> dict[str, str]:
     """As a user has it, except that tracking stays in `root` and our Python is `python`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MEMSEARCHER_"))}
-    kept.pop("MLFLOW_TRACKING_URI", None)
+    place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of other tests
+    for name in ("MLFLOW_TRACKING_URI", *place):
+        kept.pop(name, None)
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     return {**kept, "PATH": path, "LANG": "C", "OMP_NUM_THREADS": "1", **more}
 
