@@ -6,11 +6,11 @@ line says what), 130 or 143 interrupted, 1 broken machinery with its traceback.
 """
 
 import argparse
-import ctypes
 import errno
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -28,6 +28,7 @@ from memsearcher import files, tracking
 from memsearcher.files import ROOT, BadInput
 from memsearcher.params import Params, load, read_yaml
 
+SHELLS = ("sh", "dash", "bash", "zsh", "fish")
 GRACE_S = 10  # after SIGTERM or Ctrl-C; whatever still runs then is killed
 
 
@@ -104,8 +105,8 @@ def main(stage: Stage, run: Callable[[Job], None]) -> None:
         parser.add_argument("item")
     item = getattr(parser.parse_args(), "item", None)
     os.chdir(ROOT)
-    _die_with_parent()
     _handle_signals()
+    _die_with_dvc()
     try:
         params = load()
         if stage.items is not None and item not in stage.items(params):
@@ -178,10 +179,21 @@ def _environment(params: Params) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _die_with_parent() -> None:
-    """SIGTERM when DVC dies, however it dies: DVC does not pass signals on to its commands."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _die_with_dvc() -> None:
+    """SIGTERM when DVC dies, however it dies: it does not pass signals on to its commands, and the
+    shell that it starts them in may stay between. Run by hand, a stage depends on nobody."""
+    if "DVC_STAGE" not in os.environ:
+        return
+    parents = (p for p in psutil.Process().parents() if p.name() not in SHELLS)
+    dvc = next(parents, None)
+    if dvc is None or not any("dvc" in word for word in dvc.cmdline()):
+        sys.exit(128 + signal.SIGTERM)  # it died while Python was starting
+    threading.Thread(target=_follow, args=(os.pidfd_open(dvc.pid),), daemon=True).start()
+
+
+def _follow(pidfd: int) -> None:
+    select.select([pidfd], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _handle_signals() -> None:

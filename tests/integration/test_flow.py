@@ -128,7 +128,11 @@ def test_a_port_in_use_is_one_line(root: Path) -> None:
     assert done.stdout.startswith(f"error: port {port} on 127.0.0.1, which Prefect needs")
 
 
-def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path) -> None:
+@pytest.mark.parametrize("shell", ["replaced by the stage", "stays between"])
+def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path, shell: str) -> None:
+    if shell == "stays between":
+        text = (root / "dvc.yaml").read_text()
+        (root / "dvc.yaml").write_text(text.replace("stages.one", "stages.one && true"))
     with subprocess.Popen(FLOW, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
         wait_for(root / "sleeping", process)
         process.kill()

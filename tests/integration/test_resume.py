@@ -112,7 +112,7 @@ def harness(out: str) -> None:
         took.setdefault(phase, []).append(ended - began)
     kills: list[dict] = []
     for phase in (*PHASES, rng.choice(PHASES)):
-        for _ in range(4):  # on a busy machine a kill may come after its phase
+        for _ in range(8):  # on a busy machine a kill may come after its phase
             number = rng.randrange(1, len(took[phase]) // STEPS + 2)
             plan = (phase, number, rng.uniform(0, 0.8) * min(took[phase]))
             seen, status = _run(root, "killed", plan)
@@ -214,6 +214,7 @@ def _train(root: Path, name: str, marks: int) -> None:
                 if (number, member) == (0, 0):
                     mark("rollout", True)
                 await search("anything")
+                await asyncio.sleep(0.03)  # a phase long enough to be killed in
                 limits = replace(sampling, max_tokens=3, seed=draw)
                 done = await engine.generate(prompt, limits)
                 if (number, member) == (0, 0):
