@@ -1,4 +1,7 @@
-"""DVC's graph as plain data, and how one of its stages is run and ended. No edge is said twice."""
+"""DVC's graph as plain data, and how one of its stages is run and ended. No edge is said twice.
+
+`root` is the working tree of the pipeline: this repository, or a worktree of it (workspace.py).
+"""
 
 import ctypes
 import os
@@ -8,16 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import networkx
 import psutil
 from dvc.repo import Repo
+from dvc.stage import Stage
+from prefect.exceptions import TerminationSignal
 
-from memsearcher.files import ROOT
+from memsearcher import tracking
+from memsearcher.files import ROOT, BadInput
+from memsearcher.params import load
+from memsearcher.tracking import NullRun
+from stages.frame import Job
 
 GRACE_S = 11  # a stage ends within 10 s of a signal (stages/frame.py); then it is killed
 ADVICE = r"\s*$|\s+(git add|dvc config) |To (track|enable) |Use `dvc push|\w+ing lock file "
@@ -33,6 +43,7 @@ class Node:
     needs: str
     retries: int
     after: tuple[str, ...]
+    force: bool
     fresh: bool
 
 
@@ -44,10 +55,31 @@ class StageFailed(Exception):
         self.code = code
 
 
-def nodes() -> list[Node]:
-    """Stages in an order in which they can run. Fresh: nothing that it reads has or will change."""
-    repo = Repo(str(ROOT))
+def nodes(
+    root: Path = ROOT, targets: Collection[str] = (), force: Collection[str] = ()
+) -> list[Node]:
+    """Stages in an order in which they can run. Fresh: nothing that it reads has or will change.
+
+    `targets`: only these and what they need; a name without its @item means all of its items.
+    `force`: these are never fresh.
+    """
+    with chdir(root):  # DVC names stages as they are seen from here
+        return _nodes(targets, force)
+
+
+def _nodes(targets: Collection[str], force: Collection[str]) -> list[Node]:
+    repo = Repo()
     graph = repo.index.graph
+    known = {name for stage in graph for name in _names(stage)}
+    if unknown := sorted({*targets, *force} - known):
+        raise BadInput(
+            f"dvc.yaml has no stage {', '.join(unknown)}, only {', '.join(sorted(known))}"
+        )
+    if targets:
+        asked = [stage for stage in graph if _names(stage) & set(targets)]
+        graph = graph.subgraph(
+            {*asked, *(s for a in asked for s in networkx.descendants(graph, a))}
+        )
     changed = set(repo.status())
     found: dict[str, Node] = {}
     for stage in reversed(list(networkx.topological_sort(graph))):
@@ -59,27 +91,49 @@ def nodes() -> list[Node]:
             needs=str(meta.get("needs", "cpu")),
             retries=int(meta.get("retries", 0)),
             after=after,
-            fresh=stage.addressing not in changed and all(found[name].fresh for name in after),
+            force=bool(_names(stage) & set(force)),
+            fresh=not _names(stage) & {*changed, *force} and all(found[n].fresh for n in after),
         )
     repo.close()
     return list(found.values())
 
 
+def _names(stage: Stage) -> set[str]:
+    return {stage.addressing, stage.addressing.split("@")[0]}
+
+
+def fingerprints(names: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """What each of these stages is known by on MLflow. Left out: stages that are not ours, and
+    those whose inputs are not there."""
+    found = {}
+    with chdir(root):
+        params = load(root / "params.yaml")
+        for label in names:
+            name, _, item = label.partition("@")
+            with suppress(BadInput, ModuleNotFoundError):
+                stage = import_module(f"stages.{name}").STAGE
+                found[label] = Job(stage, params, item or None, NullRun()).fingerprint
+    return found
+
+
 class Processes:
     """What the flow has started and must end. A signal ends every group, then the flow."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
         self._groups: set[int] = set()
         self._stopping = False
+        self._ended = threading.Event()
 
-    def repro(self, name: str, on_line: Callable[[str], None]) -> None:
+    def repro(self, name: str, on_line: Callable[[str], None], *, force: bool = False) -> None:
         """`dvc repro` of one stage in a process group of its own. Its output goes to the terminal
         as it comes, progress bars and all, and line by line to `on_line`. Raises StageFailed."""
         if self._stopping:
             raise StageFailed(name, 130, "interrupted")
+        words = ["repro", "--single-item", *(["--force"] if force else []), name]
         with subprocess.Popen(
-            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", name],
-            cwd=ROOT,
+            [sys.executable, "-m", "dvc", "--wait-for-lock", *words],
+            cwd=self._root,
             env=stage_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -103,20 +157,24 @@ class Processes:
             self._bring_back(name)
             raise StageFailed(name, code if code is not None else process.returncode, said)
 
-    @staticmethod
-    def _bring_back(name: str) -> None:
+    def _bring_back(self, name: str) -> None:
         """DVC removes a stage's outs before it runs. A failure costs nobody the earlier ones: they
         are in the cache, where there were any."""
         command = [sys.executable, "-m", "dvc", "--wait-for-lock", "checkout", "--force", name]
         quiet = subprocess.DEVNULL
-        subprocess.run(command, cwd=ROOT, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+        subprocess.run(
+            command, cwd=self._root, stdin=quiet, stdout=quiet, stderr=quiet, check=False
+        )
 
     def end(self) -> None:
         """SIGINT to every group (DVC then still lets go of its locks), SIGKILL to what remains."""
         self._stopping = True
         groups = set(self._groups)
-        members = [psutil.Process(pid) for pid in groups if psutil.pid_exists(pid)]
-        members += [child for member in list(members) for child in member.children(recursive=True)]
+        members: list[psutil.Process] = []
+        for group in groups:
+            with suppress(psutil.NoSuchProcess):
+                leader = psutil.Process(group)
+                members += [leader, *leader.children(recursive=True)]
         for group in groups:
             _signal_group(group, signal.SIGINT)
         _, alive = psutil.wait_procs(members, timeout=GRACE_S)
@@ -128,27 +186,24 @@ class Processes:
 
     @contextmanager
     def ended_by_signals(self) -> Iterator[None]:
-        """Main thread only. Whatever Prefect is waiting for then, the flow is gone within 15 s."""
-
-        def stop(number: int, _frame: object) -> None:
-            if self._stopping:
-                return
-            self._stopping = True
-            threading.Thread(target=self._leave, args=(128 + number,), daemon=True).start()
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            sys.exit(128 + number)
-
-        old = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        """Main thread only. Ctrl-C and SIGTERM come as exceptions, the latter through Prefect's own
+        handler: replaced, it could not tell a cancellation from a crash. All groups end before the
+        flow does, and whatever Prefect is waiting for then, the flow is gone within 15 s."""
         try:
             yield
+        except (KeyboardInterrupt, SystemExit, TerminationSignal) as e:
+            number = signal.SIGINT if isinstance(e, KeyboardInterrupt) else signal.SIGTERM
+            threading.Thread(target=self._leave, args=(128 + number,), daemon=True).start()
+            self._ended.wait()
+            raise
         finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+            if self._groups and not self._stopping:  # the flow fails for reasons of its own
+                self.end()
 
     def _leave(self, code: int) -> None:
         self.end()
-        time.sleep(2)  # Prefect may still write down how it ended
+        self._ended.set()
+        time.sleep(3)  # Prefect may still write down how it ended
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -156,9 +211,10 @@ class Processes:
 
 
 def stage_environment() -> dict[str, str]:
-    """`python` in dvc.yaml is this very Python, activated or not."""
+    """`python` in dvc.yaml is this very Python, activated or not; worktrees track in one place."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    place = {"MLFLOW_TRACKING_URI": tracking.uri(), tracking.PLACE: str(tracking.FOLDER)}
+    return {**os.environ, **place, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:

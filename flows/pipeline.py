@@ -8,16 +8,17 @@ those of `dvc repro`; this adds states, retries, logs, parallel stages and one M
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
@@ -25,23 +26,34 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
-from flows.graph import Node, Processes, StageFailed, nodes
+from flows import artifacts
+from flows.graph import Node, Processes, StageFailed, fingerprints, nodes
+from memsearcher import tracking
 from memsearcher.files import ROOT, BadInput
-from memsearcher.tracking import PIPELINE
+from memsearcher.params import load
 
 LIMITS = {"gpu": 1, "cpu": 1, "network": 2}  # stages side by side, by `meta: needs`
 FINAL = (2, 130, 137, 143)  # wrong input stays wrong, and who interrupts does not want a retry
+_holding = threading.local()
 
 
 @flow(name="memsearcher", persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
-def pipeline() -> None:
-    """Every stage once, in the order of the graph, each as soon as its inputs are there."""
-    processes = Processes()
-    with _only_one(), processes.ended_by_signals():
-        os.environ[PIPELINE] = f"flow-{runtime.flow_run.id}"
+def pipeline(
+    root: str = str(ROOT), targets: list[str] | None = None, force: list[str] | None = None
+) -> None:
+    """Every stage once, in the order of the graph, each as soon as its inputs are there.
+
+    `root`: this repository or a worktree of it. `targets`: only these stages and what they need.
+    `force`: stages that run although nothing has changed that DVC could see.
+    """
+    tree = Path(root)
+    processes = Processes(tree)
+    with only_one(), processes.ended_by_signals(), _tracked(tree) as track:
         room = {name: threading.Semaphore(count) for name, count in LIMITS.items()}
         futures: dict[str, PrefectFuture] = {}
-        for node in nodes():
+        found = nodes(tree, targets or (), force or ())
+        track.cached(fingerprints([node.name for node in found if node.fresh], tree))
+        for node in found:
             run = _task(node, processes, room[node.needs])
             futures[node.name] = run.submit(wait_for=[futures[name] for name in node.after])
         failed = None
@@ -49,9 +61,9 @@ def pipeline() -> None:
             future.wait()
             if future.state.is_failed() and failed is None and future.state.name != "NotReady":
                 failed = future.state.result(raise_on_failure=False)
-        if (ROOT / "report/results.md").is_file() and failed is None:
-            text = (ROOT / "report/results.md").read_text(encoding="utf-8")
-            create_markdown_artifact(text, key="results", description="The table of this run")
+        states = {name: future.state for name, future in futures.items()}
+        told = not isinstance(track, tracking.NullRun)
+        artifacts.write(tree, states, os.environ[tracking.PIPELINE] if told else None)
         if failed is not None:
             raise failed
 
@@ -63,7 +75,7 @@ def _task(node: Node, processes: Processes, room: threading.Semaphore) -> Task[[
                 name="Cached", message="DVC: nothing that this stage reads has changed"
             )
         with room:
-            processes.repro(node.name, get_run_logger().info)
+            processes.repro(node.name, get_run_logger().info, force=node.force)
         return None
 
     return task(
@@ -85,22 +97,53 @@ def _worth_a_retry(_task: Task, _run: TaskRun, state: State) -> bool:
 
 
 @contextmanager
-def _only_one() -> Iterator[None]:
-    """The pipeline's lock. It is the kernel's: a dead holder holds nothing."""
+def _tracked(root: Path) -> Iterator[tracking.Run]:
+    """The MLflow run above those of the stages."""
+    before = os.environ.get(tracking.PIPELINE)
+    os.environ[tracking.PIPELINE] = f"flow-{runtime.flow_run.id}"
+    track = tracking.open_run(load(root / "params.yaml"), tracking.WHOLE)
+    status = "FAILED"
+    try:
+        yield track
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        track.close(status)
+        if before is None:
+            del os.environ[tracking.PIPELINE]
+        else:
+            os.environ[tracking.PIPELINE] = before
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """The pipeline's lock, for a flow and the flows that it calls, whatever worktree they are in:
+    the machine is one. It is the kernel's: a dead holder holds nothing."""
+    if getattr(_holding, "it", False):
+        yield
+        return
     folder = ROOT / "work"
     folder.mkdir(exist_ok=True)
     holder = folder / "pipeline.holder.json"
     try:
         with FileLock(folder / "pipeline.lock", timeout=0):
             holder.write_text(json.dumps({"pid": os.getpid(), "since": time.time()}))
-            yield
-            holder.unlink(missing_ok=True)
+            _holding.it = True
+            try:
+                yield
+            finally:
+                _holding.it = False
+                holder.unlink(missing_ok=True)
     except Timeout:
-        raise BadInput(f"the pipeline is busy: {_describe(holder.read_text())}") from None
+        raise BadInput(f"the pipeline is busy: {_describe(holder)}") from None
 
 
-def _describe(holder: str) -> str:
-    said = json.loads(holder)
+def _describe(holder: Path) -> str:
+    if not holder.is_file():
+        return "a process that is starting or ending holds it"
+    said = json.loads(holder.read_text())
     minutes = (time.time() - said["since"]) / 60
     try:
         command = " ".join(psutil.Process(said["pid"]).cmdline())
@@ -109,10 +152,13 @@ def _describe(holder: str) -> str:
     return f"process {said['pid']} ({command}) holds it since {minutes:.0f} min"
 
 
-def main() -> None:
+@contextmanager
+def ends_in_a_line() -> Iterator[None]:
+    """For `main` of a flow: what went wrong as one line, and the stage's own exit code."""
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        pipeline()
+        yield
     except BadInput as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
@@ -122,6 +168,11 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted; run it again to go on", file=sys.stderr)
         sys.exit(130)
+
+
+def main() -> None:
+    with ends_in_a_line():
+        pipeline()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Prefect's and MLflow's pages, on loopback, until Ctrl-C.
+"""Prefect's and MLflow's pages on loopback, and a worker for the deployments, until Ctrl-C.
 
     python -m flows.ui        (make ui)
 
+Registers the deployments of prefect.yaml and runs them when they are due or started on the page.
 Flows that start meanwhile use this server and not a temporary one (flows/__init__.py finds it).
 MEMSEARCHER_PREFECT_PORT and MEMSEARCHER_MLFLOW_PORT choose other ports than 4200 and 5000.
 """
@@ -12,16 +13,18 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
-from flows import API_URL
+from flows import API_URL, MLFLOW_URL
 from memsearcher import files
 from memsearcher.files import ROOT, BadInput
 
 HOST = "127.0.0.1"
+POOL = "memsearcher"  # as in prefect.yaml
 PREFECT_PORT = int(os.environ.get("MEMSEARCHER_PREFECT_PORT", "4200"))
 MLFLOW_PORT = int(os.environ.get("MEMSEARCHER_MLFLOW_PORT", "5000"))
-COMMANDS = {
+SERVERS = {
     "Prefect": ["prefect", "server", "start", "--host", HOST, "--port", str(PREFECT_PORT)],
     "MLflow": [
         *["mlflow", "server", "--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1"],
@@ -29,41 +32,78 @@ COMMANDS = {
         *["--default-artifact-root", (ROOT / "mlartifacts").as_uri()],
     ],
 }
+PORTS = {"Prefect": PREFECT_PORT, "MLflow": MLFLOW_PORT}
+REGISTER = (
+    ["work-pool", "create", POOL, "--type", "process", "--overwrite"],
+    ["--no-prompt", "deploy", "--all"],
+)
+WORKER = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+Processes = dict[str, subprocess.Popen[bytes]]
 
 
 def serve() -> int:
-    """Runs both; when one ends or a signal comes, ends the other."""
-    for name, port in (("Prefect", PREFECT_PORT), ("MLflow", MLFLOW_PORT)):
+    """Runs all of it; when one ends or a signal comes, ends the others."""
+    for name, port in PORTS.items():
         _require_free(name, port)
-    (ROOT / ".prefect").mkdir(exist_ok=True)
-    logs = {name: ROOT / ".prefect" / f"{name.lower()}.log" for name in COMMANDS}
-    started = {}
+    logs = ROOT / ".prefect"
+    logs.mkdir(exist_ok=True)
+    started: Processes = {}
     try:
-        for name, command in COMMANDS.items():
-            with open(logs[name], "wb") as log:
-                started[name] = subprocess.Popen(
-                    [sys.executable, "-m", *command],
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C comes through us, once, to whole groups
-                )
-        for name, port in (("Prefect", PREFECT_PORT), ("MLflow", MLFLOW_PORT)):
+        for name, command in SERVERS.items():
+            started[name] = _start(command, logs / f"{name.lower()}.log")
+        for name, port in PORTS.items():
             if not _answers(port, started[name]):
-                raise BadInput(f"{name} did not start; see {logs[name]}")
+                raise BadInput(f"{name} did not start; see {logs / f'{name.lower()}.log'}")
             print(f"{name:8} http://{HOST}:{port}", flush=True)
-        with files.atomic_write(API_URL) as f:
-            f.write(f"http://{HOST}:{PREFECT_PORT}/api")
+        for path, url in (
+            (API_URL, f"http://{HOST}:{PREFECT_PORT}/api"),
+            (MLFLOW_URL, f"http://{HOST}:{MLFLOW_PORT}"),
+        ):
+            with files.atomic_write(path) as f:
+                f.write(url)
+        _register(logs / "deploy.log")
+        started["worker"] = _start(WORKER, logs / "worker.log")
+        print(f"worker   runs the deployments of {ROOT / 'prefect.yaml'}", flush=True)
         while all(process.poll() is None for process in started.values()):
             time.sleep(0.5)
         dead = next(name for name, process in started.items() if process.poll() is not None)
-        raise BadInput(f"{dead} has ended; see {logs[dead]}")
+        raise BadInput(f"{dead} has ended; see {logs / f'{dead.lower()}.log'}")
     except KeyboardInterrupt:
         return 0
     finally:
         API_URL.unlink(missing_ok=True)
-        _end(list(started.values()))
+        MLFLOW_URL.unlink(missing_ok=True)
+        _end(started)
+
+
+def _environment() -> dict[str, str]:
+    """What the worker runs is this tree's code, with this Python, whatever it starts it from."""
+    here = {"MEMSEARCHER_ROOT": str(ROOT), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **here, "PREFECT_API_URL": f"http://{HOST}:{PREFECT_PORT}/api"}
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as f:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C comes through us, once, to whole groups
+        )
+
+
+def _register(log: Path) -> None:
+    with open(log, "wb") as f:
+        for words in REGISTER:
+            command = [sys.executable, "-m", "prefect", *words]
+            done = subprocess.run(
+                command, cwd=ROOT, env=_environment(), stdout=f, stderr=f, check=False
+            )
+            if done.returncode:
+                raise BadInput(f"prefect {words[0]} failed; see {log}")
 
 
 def _require_free(name: str, port: int) -> None:
@@ -75,7 +115,7 @@ def _require_free(name: str, port: int) -> None:
             raise BadInput(f"port {port} on {HOST}, which {name} needs: {e.strerror}") from e
 
 
-def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 120) -> bool:
+def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 300) -> bool:
     end = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -87,19 +127,18 @@ def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 120
     return False
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None or number == signal.SIGKILL:
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    continue
-        end = time.monotonic() + 8
-        for process in processes:
+def _end(started: Processes) -> None:
+    """The worker first: it ends the flow run that it holds, and a flow ends its stages."""
+    for name in reversed(started):
+        process = started[name]
+        for number, grace_s in (
+            (signal.SIGTERM, 30 if name == "worker" else 8),
+            (signal.SIGKILL, 8),
+        ):
             try:
-                process.wait(timeout=max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, number)
+                process.wait(timeout=grace_s)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
 

@@ -29,7 +29,9 @@ HEADER = (
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # How a result is reported, where it is kept and what is printed does not change it.
-WITHOUT_RESULT = {"memsearcher/tracking.py", "memsearcher/uploader.py", "memsearcher/cli.py"}
+WITHOUT_RESULT = {
+    f"memsearcher/{name}.py" for name in ("tracking", "uploader", "store", "traces", "cli")
+}
 
 
 def code_hash(stage: str, root: Path = ROOT) -> str:

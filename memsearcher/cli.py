@@ -1,4 +1,5 @@
 """memsearcher ask "who directed …?": one question, live, with the policies of params.yaml.
+memsearcher serve: the retriever for many processes.
 
 Heavy packages are imported once there is something to do, so that --help is quick.
 """
@@ -6,23 +7,21 @@ Heavy packages are imported once there is something to do, so that --help is qui
 import asyncio
 import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 
 from memsearcher.files import ROOT, BadInput
-from memsearcher.params import Params, load
-from memsearcher.types import Question, Trajectory, Turn
-
-if TYPE_CHECKING:
-    from memsearcher.retrieval.contract import Retriever
+from memsearcher.params import load
+from memsearcher.types import Question
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-Show = Callable[[int, Turn, "Retriever"], None]
+tracking_app = typer.Typer(no_args_is_help=True, help="What MLflow is told.")
+app.add_typer(tracking_app, name="tracking")
 
 
 @app.callback()
@@ -42,10 +41,7 @@ def ask(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines.")] = False,
 ) -> None:
     """Answers one question by searching the corpus, turn by turn before your eyes."""
-    from memsearcher.engine.contract import EngineFailed
-    from memsearcher.retrieval.contract import RetrieverDown
-
-    console, errors = Console(), Console(stderr=True)
+    console = Console(quiet=as_json)
     os.chdir(ROOT)
     try:
         if not question.strip():
@@ -54,81 +50,102 @@ def ask(
         name = policy or list(params.policies)[-1]
         if name not in params.policies:
             raise BadInput(f"no policy {name!r} in params.yaml, only {sorted(params.policies)}")
-        os.environ.setdefault("OMP_NUM_THREADS", str(params.engine.threads))
-        show: Show = _silent if as_json else _shower(console)
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(params.engine.threads)
+        )  # before torch reads it
+        from memsearcher import live
+
+        live.require(params, name)
         asked = Question("cli/0", "cli", question.strip(), ())
-        trajectory = asyncio.run(_ask(params, name, asked, temperature, seed, show))
-    except (BadInput, EngineFailed, RetrieverDown) as e:
-        errors.print(f"memsearcher: error: {escape(str(e))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(e, BadInput) else 1) from e
+        try:
+            trajectory = asyncio.run(live.ask(params, name, asked, temperature, seed, console))
+        except live.BROKEN as e:
+            raise _failed(e, 1) from e
+    except BadInput as e:
+        raise _failed(e, 2) from e
     if as_json:
         from memsearcher.rollout import to_json
 
         typer.echo(json.dumps(to_json(trajectory), ensure_ascii=False))
-    else:
-        answer = (
-            "[dim]none[/]" if trajectory.answer is None else f"[bold]{escape(trajectory.answer)}[/]"
-        )
-        tokens = max(trajectory.context_tokens)
-        console.print(f"answer: {answer}   ({trajectory.stop}, longest context {tokens} tokens)")
+        return
+    answer = trajectory.answer
+    shown = "[dim]none[/]" if answer is None else f"[bold]{escape(answer)}[/]"
+    tokens = max(trajectory.context_tokens)
+    console.print(f"answer: {shown}   ({trajectory.stop}, longest context {tokens} tokens)")
 
 
-async def _ask(
-    params: Params, name: str, question: Question, temperature: float, seed: int, show: Show
-) -> Trajectory:
-    from memsearcher.agent.chat import Chat
-    from memsearcher.agent.contract import Found
-    from memsearcher.engine.contract import Sampling
-    from memsearcher.engine.factory import open_engine
-    from memsearcher.policy import policy_folder
-    from memsearcher.retrieval.factory import open_retriever
-    from memsearcher.rollout import make_agent
+def _failed(error: Exception, code: int) -> typer.Exit:
+    line = f"memsearcher: error: {escape(str(error))}"
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    return typer.Exit(code)
 
-    entry = params.policies[name]
-    folder = policy_folder(params, entry.model)
-    retriever = open_retriever(params)
-    agent = make_agent(entry.agent, params, Chat(folder))
-    engine = await open_engine(params, folder)
 
-    async def search(query: str) -> Found:
-        (hits,) = await asyncio.to_thread(retriever.search, [query], agent.k)
-        return [(hit, retriever.passage(hit.passage_id)) for hit in hits]
-
-    numbers = iter(range(1, params.agent.max_turns_eval + 1))
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="serve.host if none.")] = None,
+    port: Annotated[int | None, typer.Option(help="serve.port if none; 0: a free one.")] = None,
+    data: Annotated[Path, typer.Option(help="Where corpus, index and bm25 are.")] = ROOT / "data",
+) -> None:
+    """Serves the index that search.mode names to many processes, until SIGTERM or Ctrl-C."""
+    console, data = Console(), data.absolute()
+    os.chdir(ROOT)
     try:
-        return await agent.run(
-            question,
-            0,
-            engine,
-            search,
-            sampling=Sampling(0, temperature=temperature),
-            max_turns=params.agent.max_turns_eval,
-            seed=seed,
-            on_turn=lambda turn: show(next(numbers), turn, retriever),
+        params = load()
+        settings = replace(  # type: ignore[type-var]
+            params.serve,
+            host=params.serve.host if host is None else host,
+            port=params.serve.port if port is None else port,
         )
-    finally:
-        await engine.close()
+        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))  # before what reads it
+        from memsearcher.retrieval import server
+        from memsearcher.retrieval.factory import count_and_sha256, manifest_hash, open_modes
+
+        mode = params.search.mode
+
+        def open_index() -> server.Opened:
+            served, (count, _) = manifest_hash(params, data), count_and_sha256(data)
+            return server.Opened(open_modes(params, (mode,), data)[mode], count, served)
+
+        def ready(opened: server.Opened) -> None:
+            what = f"{opened.passages:,} passages, {mode}, manifest {opened.manifest_hash}"
+            console.print(f"ready: {what}", highlight=False, soft_wrap=True)
+
+        server.serve(
+            open_index,
+            settings,
+            params.search.k,
+            on_listening=lambda url: console.print(f"{url}: loading", highlight=False),
+            on_ready=ready,
+        )
+    except BadInput as e:
+        raise _failed(e, 2) from e
 
 
-def _silent(_number: int, _turn: Turn, _retriever: "Retriever") -> None:
-    """--json: nothing but the object."""
+@tracking_app.callback()
+def _tracking() -> None:
+    """Keeps `replay` a word of its own, although it is the only one."""
 
 
-def _shower(console: Console) -> Show:
-    def show(number: int, turn: Turn, retriever: "Retriever") -> None:
-        lines = [f"[dim]<think>[/]{escape(turn.action.strip())}"]
-        for hit in turn.hits:
-            passage = retriever.passage(hit.passage_id)
-            text = passage.text if len(passage.text) <= 160 else f"{passage.text[:160]}…"
-            lines.append(f"[cyan]{hit.rank}. {escape(passage.title)}[/] {escape(text)}")
-        if turn.bad_query:
-            lines.append("[yellow]the query was of no use[/]")
-        if turn.memory_after is not None:
-            cut = " [yellow](cut)[/]" if turn.memory_cut else ""
-            lines.append(f"[green]memory[/]{cut} {escape(turn.memory_after)}")
-        console.print(Panel("\n".join(lines), title=f"turn {number}", title_align="left"))
+@tracking_app.command()
+def replay(
+    to: Annotated[
+        str | None,
+        typer.Option(help="A tracking server in place of the one that each run was meant for."),
+    ] = None,
+) -> None:
+    """Sends what no server has: journals that were kept, and the metrics.jsonl of training runs."""
+    from memsearcher import tracking, uploader
 
-    return show
+    try:
+        tracking.journal_results(load())
+        sent, left = uploader.replay(tracking.FOLDER, to)
+    except BadInput as e:
+        typer.echo(f"memsearcher: error: {e}", err=True)
+        raise typer.Exit(2) from e
+    except Exception as e:  # whatever the server, its driver or the network says
+        typer.echo(f"memsearcher: error: the server took not all: {e}", err=True)
+        raise typer.Exit(1) from e
+    typer.echo(f"{sent} runs are there, {left} are still being written")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,23 @@
-"""When everyone else on the event loop waits: how requests are collected without a clock."""
+"""When everyone else on the event loop waits, and two things at a time."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+async def both(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
+    """Both results. Where one raises, the other is cancelled and has ended before it is raised."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        one, two = await asyncio.gather(*tasks)
+        return one, two
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_quiet(count: Callable[[], int], ticks: int) -> None:

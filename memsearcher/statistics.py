@@ -2,6 +2,7 @@
 
 The benchmarks are fixed strata: an average over them resamples questions inside each one and never
 moves a question from one to another. Everything is deterministic: the seed is an argument.
+Several training seeds of a policy are a second sample beside that of the questions: `over_seeds`.
 """
 
 from collections.abc import Sequence
@@ -110,7 +111,11 @@ def score_interval(strata: Sequence[Sequence[float]], *, seed: int = 0) -> Inter
 def paired(
     policy: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], *, seed: int = 0
 ) -> Paired:
-    """Difference of two policies' scores: the same questions in the same order, by stratum."""
+    """Difference of two policies' scores: the same questions in the same order, by stratum.
+
+    Where no question tells them apart, the interval is as wide as that of a score of 0 on so many
+    questions, to both sides.
+    """
     shapes = [len(s) for s in policy], [len(s) for s in baseline]
     if shapes[0] != shapes[1]:
         raise ValueError(f"paired: strata of sizes {shapes[0]} against {shapes[1]}")
@@ -124,7 +129,116 @@ def paired(
         for a, b in zip(mine, theirs, strict=True)
     ]
     wins, losses = pairs.count((True, False)), pairs.count((False, True))
-    return Paired(bootstrap_mean(differences, seed=seed), wins, losses, mcnemar(wins, losses))
+    interval = bootstrap_mean(differences, seed=seed)
+    if not any(difference for stratum in differences for difference in stratum):
+        half = score_interval([[0.0] * len(stratum) for stratum in differences]).high
+        interval = Interval(0.0, -half, half, interval.n)
+    return Paired(interval, wins, losses, mcnemar(wins, losses))
+
+
+@dataclass(frozen=True, slots=True)
+class OverSeeds:
+    """Policy minus baseline. `p`: two-sided, by the t distribution of `difference`'s interval."""
+
+    difference: Interval
+    p: float
+
+
+def over_seeds(
+    policy: Sequence[Sequence[Sequence[float]]], baseline: Sequence[Sequence[Sequence[float]]]
+) -> OverSeeds:
+    """Scores by seed, stratum and question; the same questions in the same order everywhere.
+
+    The difference of the averages over seeds. Its variance has two parts, which are added: that of
+    the questions (of each question's difference averaged over seeds, by stratum) and that of the
+    seeds (s²/k on each side that has several). Welch and Satterthwaite's degrees of freedom: a
+    bootstrap of three seeds would give intervals a third too narrow. A side of one seed adds no
+    spread of seeds, which then is not in the interval.
+    """
+    shapes = [[len(stratum) for stratum in run] for run in (*policy, *baseline)]
+    if not policy or not baseline or any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"over_seeds: strata of sizes {shapes}")
+    sides = [
+        [[np.asarray(s, dtype=np.float64) for s in run] for run in side]
+        for side in (policy, baseline)
+    ]
+    averages = [np.array([np.mean([s.mean() for s in run]) for run in side]) for side in sides]
+    mean = float(averages[0].mean() - averages[1].mean())
+    parts: list[tuple[float, int]] = []  # (variance, degrees of freedom)
+    for runs in averages:
+        if len(runs) > 1:
+            parts.append((float(runs.var(ddof=1)) / len(runs), len(runs) - 1))
+    strata = len(shapes[0])
+    for number in range(strata):
+        mine, theirs = (np.mean([run[number] for run in side], axis=0) for side in sides)
+        if (n := len(mine)) > 1:
+            parts.append((float((mine - theirs).var(ddof=1)) / n / strata**2, n - 1))
+    variance = sum(v for v, _ in parts)
+    n = sum(shapes[0])
+    if variance == 0:
+        return OverSeeds(Interval(mean, mean, mean, n), 1.0 if mean == 0 else 0.0)
+    freedom = variance**2 / sum(v**2 / dof for v, dof in parts)
+    spread = stats.t(freedom, scale=variance**0.5)
+    half = float(spread.ppf(0.975))
+    return OverSeeds(Interval(mean, mean - half, mean + half, n), float(2 * spread.sf(abs(mean))))
+
+
+def mean_over_seeds(runs: Sequence[Interval]) -> Interval:
+    """The mean of runs that differ in their training seed alone, on the same questions.
+
+    Questions and seeds are two samples: the questions' variance is the mean of the runs' own, since
+    all runs share them, the seeds' is s²/k. One run keeps its interval.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    means = np.array([run.mean for run in runs])
+    z = float(stats.norm.ppf(0.975))
+    questions = float(np.mean([((run.high - run.low) / 2 / z) ** 2 for run in runs]))
+    seeds = float(means.var(ddof=1)) / len(runs)
+    mean, n = float(means.mean()), runs[0].n
+    if questions + seeds == 0:
+        return Interval(mean, mean, mean, n)
+    parts = [(questions, max(1, n - 1)), (seeds, len(runs) - 1)]
+    freedom = (questions + seeds) ** 2 / sum(v**2 / dof for v, dof in parts)
+    half = float(stats.t.ppf(0.975, freedom)) * (questions + seeds) ** 0.5
+    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half), n)
+
+
+def ratio(parts: Sequence[float], wholes: Sequence[float], *, share: bool) -> Interval:
+    """Σ parts / Σ wholes over questions; with wholes of 1 a plain mean. 0 of 0 is 0, with no width.
+
+    The t interval of the linearised ratio, each question one draw. `share`: each part is a count
+    out of its whole, so that the interval stays in [0, 1], and is Wilson's at 0 and at 1.
+    """
+    part, whole = (np.asarray(values, dtype=np.float64) for values in (parts, wholes))
+    n, total = len(whole), float(whole.sum())
+    if total == 0:
+        return Interval(0.0, 0.0, 0.0, n)
+    mean = float(part.sum()) / total
+    if share and mean in (0.0, 1.0):
+        return Interval(mean, *wilson(round(mean * total), round(total)), n)
+    if n == 1:
+        return Interval(mean, mean, mean, n)
+    error = float((part - mean * whole).std(ddof=1)) * n**0.5 / total
+    half = float(stats.t.ppf(0.975, n - 1)) * error
+    low, high = mean - half, mean + half
+    return (
+        Interval(mean, max(0.0, low), min(1.0, high), n) if share else Interval(mean, low, high, n)
+    )
+
+
+def growth(steps: Sequence[float], costs: Sequence[float]) -> Interval | None:
+    """The exponent b of costs ~ steps**b, least squares over logarithms: near 1 for O(n), near 2
+    for O(n²). None where fewer than three points or only one number of steps is there.
+
+    >>> round(growth([1, 2, 4, 8], [3, 12, 48, 192]).mean, 6)
+    2.0
+    """
+    if len(steps) < 3 or len(set(steps)) < 2:
+        return None
+    fit = stats.linregress(np.log(steps), np.log(costs))
+    half = float(stats.t.ppf(0.975, len(steps) - 2) * fit.stderr)
+    return Interval(float(fit.slope), float(fit.slope) - half, float(fit.slope) + half, len(steps))
 
 
 def mcnemar(wins: int, losses: int) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TypeVar
 
-from memsearcher import files, stop_loss
+from memsearcher import files, stop_loss, transcripts
 from memsearcher.engine.contract import Engine, Sampling
 from memsearcher.files import BadInput
 from memsearcher.learner.collate import Row, by_questions, rows
@@ -55,8 +55,11 @@ def check_failures(trajectories: Sequence[Trajectory], allowed: float) -> None:
         )
 
 
-def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> Record:
-    """What people look at, over valid trajectories (not turns: a long one is one vote, D17)."""
+def describe(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], *, keeps_history: bool = False
+) -> Record:
+    """What people look at, over valid trajectories (not turns: a long one is one vote, D17).
+    `keeps_history`: one training sequence holds all turns, which are then read from its mask."""
     valid = [t for t in trajectories if t.stop is not StopReason.INFRA_FAILED]
     record: Record = {"trajectories": len(trajectories), "failed": len(trajectories) - len(valid)}
     if not valid:
@@ -64,9 +67,9 @@ def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) ->
     record["reward"] = fmean(t.reward for t in valid)
     for part in valid[0].reward_parts:
         record[part] = fmean(t.reward_parts[part] for t in valid)
-    record["turns"] = fmean(len(t.turns) for t in valid)
-    record["searches"] = fmean(sum(turn.query is not None for turn in t.turns) for t in valid)
-    contexts = [t.context_tokens for t in valid]
+    contexts = [transcripts.contexts(t, keeps_history=keeps_history) for t in valid]
+    record["turns"] = fmean(map(len, contexts))
+    record["searches"] = fmean(transcripts.searches(t, keeps_history=keeps_history) for t in valid)
     for k in range(max(len(c) for c in contexts)):
         record[f"context_tokens_turn_{k + 1}"] = fmean(c[k] for c in contexts if len(c) > k)
     record["context_tokens_max"] = max((max(c) for c in contexts if c), default=0)
@@ -74,6 +77,7 @@ def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) ->
     record["memory_tokens"] = fmean(m.memory_tokens for m in memories) if memories else 0.0
     record["memory_cut_rate"] = fmean(m.memory_cut for m in memories) if memories else 0.0
     record["response_tokens"] = fmean(sum(sum(turn.mask) for turn in t.turns) for t in valid)
+    record["roundtrip_misses"] = fmean(sum(u.roundtrip_misses for u in t.turns) for t in valid)
     stops = Counter(t.stop for t in trajectories)
     record |= {f"stop_{stop.value}": stops[stop] / len(trajectories) for stop in StopReason}
     groups: dict[str, list[float]] = {}
@@ -83,6 +87,22 @@ def describe(trajectories: Sequence[Trajectory], advantages: Sequence[float]) ->
     record |= {"advantage_mean": fmean(advantages), "advantage_std": pstdev(advantages)}
     record |= {"advantage_min": min(advantages), "advantage_max": max(advantages)}
     return record
+
+
+def staleness(trajectories: Sequence[Trajectory], version: int) -> Record:
+    """By how many updates the weights that sampled a token were behind `version`, the engine's
+    latest: mean and maximum over the sampled tokens of valid trajectories."""
+    behind = [
+        (version - turn.weight_version, sum(turn.mask))
+        for t in trajectories
+        if t.stop is not StopReason.INFRA_FAILED
+        for turn in t.turns
+    ]
+    tokens = sum(count for _, count in behind)
+    if not tokens:
+        return {}
+    mean = sum(steps * count for steps, count in behind) / tokens
+    return {"staleness_mean": mean, "staleness_max": max(steps for steps, _ in behind)}
 
 
 def minibatches(
@@ -105,8 +125,9 @@ async def probe(
 ) -> float:
     """Largest |Δ log-prob| between engine and learner over tokens that the engine samples now: the
     weights arrived and no stale prefix is cached, or WeightsDiffer is raised. From the full
-    distribution: after top-p and top-k an engine's log-probs are other ones."""
-    full = [replace(sampling, top_p=1.0, top_k=0, seed=k) for k in range(len(prompts))]
+    distribution: after top-p, top-k or constraints an engine's log-probs are other ones."""
+    free = replace(sampling, top_p=1.0, top_k=0, constrained=False)
+    full = [replace(free, seed=k) for k in range(len(prompts))]
     said = await asyncio.gather(*map(engine.generate, prompts, full))
     asked = [
         Row([*prompt, *each.ids], len(prompt), [True] * len(each.ids), each.logprobs)

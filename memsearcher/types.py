@@ -56,6 +56,7 @@ class Turn:
     mask is True where the policy sampled the token, and the log-prob is 0.0 where it is False.
     Ids and log-probs are the engine's own: nothing here was ever re-encoded from text.
     `action_tokens`, `observation_tokens`, `memory_tokens` add up to len(response_ids).
+    `roundtrip_misses`: sampled messages that would have other ids if their text was encoded again.
     """
 
     prompt_ids: list[int]
@@ -72,6 +73,7 @@ class Turn:
     action_tokens: int = 0
     observation_tokens: int = 0
     memory_tokens: int = 0
+    roundtrip_misses: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0
 

@@ -104,8 +104,11 @@ class _Author:
 
 
 def _nq(a: _Author, i: int) -> Draft | None:
-    """Lower case in front and no question mark, as in the real set."""
-    d = a.chained(1, mark="")
+    """Every other one in lower case with no question mark, as in the real set. Not all: a policy
+    would take the mark for a sign of two hops, and search twice on TriviaQA and PopQA."""
+    d = a.chained(1, mark="" if i % 2 == 0 else "?")
+    if i % 2:
+        return d
     return d and Draft(d.question[0].lower() + d.question[1:], d.golds, d.hops, d.kind, d.extra)
 
 

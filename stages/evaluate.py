@@ -9,18 +9,20 @@ scored.
 """
 
 import asyncio
-import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memsearcher import files
+from memsearcher.journal import Journal
 from memsearcher.params import Params
 from memsearcher.types import Question, StopReason, Trajectory
 from stages.frame import Job, Stage, main
 
 if TYPE_CHECKING:
+    from memsearcher.agent.chat import Chat
     from memsearcher.agent.contract import Agent
     from memsearcher.engine.contract import Engine
     from memsearcher.retrieval.contract import Retriever
@@ -42,6 +44,7 @@ STAGE = Stage(
     items=lambda params: list(params.policies),
 )
 TRIES = 3
+TRACED = 2  # trajectories of each benchmark that become traces on MLflow
 BLOCK = 2048  # questions rolled out at a time: their token ids are dropped before the next block
 
 
@@ -51,14 +54,15 @@ class EvaluationFailed(RuntimeError):
 
 def run(job: Job) -> None:
     from memsearcher import evaluation
+    from memsearcher.cost import size_of
     from memsearcher.policy import policy_folder
-    from memsearcher.questions import DATASETS, read_questions
+    from memsearcher.questions import read_questions
 
     assert job.item is not None
-    params, entry = job.params, job.params.policies[job.item]
+    params, entry = with_cap(job.params), job.params.policies[job.item]
     questions: list[Question] = []
-    for name in DATASETS:
-        everything = read_questions(Path(f"data/questions/test/{name}.jsonl"))
+    for path in _sources(params):
+        everything = read_questions(path)
         questions += evaluation.select(everything, params.evaluate.sample, params.seed)
     folder = policy_folder(params, entry.model)
 
@@ -75,7 +79,7 @@ def run(job: Job) -> None:
     files.write_jsonl(made / "predictions.jsonl", predictions)
     files.write_jsonl(made / "trajectories.jsonl", (row["trajectory"] for row in rows))
     seconds = [float(row["trajectory"]["seconds"]) for row in rows]
-    metrics = evaluation.summarise(predictions, seconds, params.seed)
+    metrics = evaluation.summarise(predictions, seconds, params.seed, size_of(folder))
     metrics |= {"policy": job.item, "agent": entry.agent, "fingerprint": _fingerprint(job, folder)}
     files.write_json(made / "metrics.json", metrics)
     files.publish(made, Path(f"results/evaluate/{job.item}"))
@@ -83,26 +87,55 @@ def run(job: Job) -> None:
     flat = {f"em_{name}": scores["em"] for name, scores in metrics["datasets"].items()}
     average = metrics["average"]
     flat |= {f"{name}_average": average[name] for name in ("em", "f1", "cover_em")}
-    job.track.metrics(
-        flat | {k: v for k, v in metrics["behaviour"].items() if isinstance(v, float)}
-    )
+    flat |= {k: v for k, v in metrics["behaviour"].items() if isinstance(v, float)}
+    for path in _sources(params):
+        job.track.dataset(path.stem, path, params.evaluate.split)
+    job.track.metrics(flat, model=folder)
+    for row in _sample(rows):
+        job.track.trajectory(row["trajectory"], 0)
     job.track.artifact(Path(f"results/evaluate/{job.item}/metrics.json"))
     low, high = average["em_interval"]
     job.say(f"average EM {100 * average['em']:.1f} ({100 * low:.1f}–{100 * high:.1f})")
 
 
-async def _open_and_ask(job: Job, folder: Path, todo: list[Question], journal: "Journal") -> None:
+def with_cap(params: Params) -> Params:
+    """The cap that this evaluation is asked for, where it is not the one of training."""
+    cap = params.evaluate.max_memory_tokens or params.agent.max_memory_tokens
+    return replace(params, agent=replace(params.agent, max_memory_tokens=cap))
+
+
+def _sample(rows: list[dict]) -> list[dict]:
+    """The first TRACED of each benchmark."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for row in rows:
+        seen[row["prediction"]["dataset"]] += 1
+        if seen[row["prediction"]["dataset"]] <= TRACED:
+            chosen.append(row)
+    return chosen
+
+
+def _sources(params: Params) -> list[Path]:
+    from memsearcher.questions import DATASETS
+
+    if params.evaluate.split == "dev":
+        return [Path("data/questions/dev.jsonl")]
+    return [Path(f"data/questions/test/{name}.jsonl") for name in DATASETS]
+
+
+async def _open_and_ask(job: Job, folder: Path, todo: list[Question], journal: Journal) -> None:
     from memsearcher.agent.chat import Chat
     from memsearcher.engine.factory import open_engine
     from memsearcher.retrieval.factory import open_retriever
     from memsearcher.rollout import make_agent
 
-    params = job.params
+    params = with_cap(job.params)
     retriever = open_retriever(params)
-    agent = make_agent(params.policies[str(job.item)].agent, params, Chat(folder))
+    chat = Chat(folder)
+    agent = make_agent(params.policies[str(job.item)].agent, params, chat, evaluating=True)
     engine = await open_engine(params, folder)
     try:
-        await ask(todo, journal, params, str(job.item), agent, engine, retriever)
+        await ask(todo, journal, params, str(job.item), agent, engine, retriever, chat)
     finally:
         journal.close()
         await engine.close()
@@ -110,12 +143,13 @@ async def _open_and_ask(job: Job, folder: Path, todo: list[Question], journal: "
 
 async def ask(
     todo: list[Question],
-    journal: "Journal",
+    journal: Journal,
     params: Params,
     policy: str,
     agent: "Agent",
     engine: "Engine",
     retriever: "Retriever",
+    chat: "Chat",
 ) -> None:
     """Rolls out and journals every question of `todo`, or raises EvaluationFailed."""
     from tqdm import tqdm
@@ -123,7 +157,11 @@ async def ask(
     from memsearcher.engine.contract import Sampling
     from memsearcher.rollout import roll_out
 
-    sampling = Sampling(params.agent.max_action_tokens, temperature=params.evaluate.temperature)
+    sampling = Sampling(
+        params.agent.max_action_tokens,
+        temperature=params.evaluate.temperature,
+        constrained=params.engine.constrained_calls,
+    )
     keeps_history = params.policies[policy].agent == "react"
     failed: dict[str, str] = {}
 
@@ -132,7 +170,7 @@ async def ask(
             failed[trajectory.question.id] = trajectory.failure or "no cause given"
             return
         failed.pop(trajectory.question.id, None)
-        journal.add(_row(trajectory, retriever, keeps_history))
+        journal.add(_row(trajectory, retriever, chat, keeps_history))
         bar.update()
 
     with tqdm(total=len(todo), desc=f"evaluate@{policy}", unit="q", mininterval=2) as bar:
@@ -149,6 +187,8 @@ async def ask(
                         max_turns=params.agent.max_turns_eval,
                         seed=params.seed,
                         concurrency=params.evaluate.concurrency,
+                        in_flight=params.search.in_flight,
+                        patience_s=params.search.patience_s,
                         on_done=done,
                         deterministic=params.engine.kind == "inprocess",
                     )
@@ -160,30 +200,36 @@ async def ask(
                 )
 
 
-def _row(trajectory: Trajectory, retriever: "Retriever", keeps_history: bool) -> dict:
-    from memsearcher import evaluation
+def _row(trajectory: Trajectory, retriever: "Retriever", chat: "Chat", keeps_history: bool) -> dict:
+    from memsearcher import evaluation, transcripts
+
+    def said(ids: list[int]) -> str:
+        return chat.decode([i for i in ids if i != chat.end_id])
 
     return {
         "prediction": evaluation.predict(
             trajectory, retriever.passage, keeps_history=keeps_history
         ),
-        "trajectory": evaluation.readable(trajectory),
+        "trajectory": transcripts.readable(trajectory, said, keeps_history=keeps_history),
     }
 
 
 def _fingerprint(job: Job, folder: Path) -> dict:
     """What the numbers depend on. `evaluation.comparable` says which part must agree."""
-    from memsearcher.agent.prompts import WORDS
+    from memsearcher.agent.prompts import words_of
 
-    params, entry = job.params, job.params.policies[str(job.item)]
+    params, entry = with_cap(job.params), job.params.policies[str(job.item)]
+    split = params.evaluate.split
     return {
         "policy": files.content_hash(folder),
         "agent": entry.agent,
-        "prompt": files.digest(asdict(WORDS[params.agent.template])),
+        "prompt": files.digest(asdict(words_of(params.agent))),
         "retriever": {"mode": params.search.mode, "k": params.search.k}
         | {part: files.content_hash(Path("data") / part) for part in ("corpus", "index", "bm25")},
-        "questions": files.content_hash(Path("data/questions/test")),
-        "split": "test",
+        "questions": files.content_hash(
+            Path("data/questions") / {"dev": "dev.jsonl"}.get(split, split)
+        ),
+        "split": split,
         "sample": params.evaluate.sample,
         "seed": params.seed,
         "temperature": params.evaluate.temperature,
@@ -194,32 +240,6 @@ def _fingerprint(job: Job, folder: Path) -> dict:
 
 def _blocks(questions: list[Question], size: int) -> Iterable[list[Question]]:
     return (questions[i : i + size] for i in range(0, len(questions), size))
-
-
-class Journal:
-    """Rows by question id, appended as they come. A last line that was torn by a kill is cut."""
-
-    def __init__(self, path: Path) -> None:
-        self.rows: dict[str, dict] = {}
-        whole = 0
-        if path.is_file():
-            with open(path, "rb") as f:
-                for line in f:
-                    if not line.endswith(b"\n"):
-                        break
-                    row = json.loads(line)
-                    self.rows[row["prediction"]["question_id"]] = row
-                    whole += len(line)
-        self._file = open(path, "ab")  # noqa: SIM115 — open as long as the journal
-        self._file.truncate(whole)
-
-    def add(self, row: dict) -> None:
-        self.rows[row["prediction"]["question_id"]] = row
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ def _environment(params: Params) -> None:
         params.corpus.kind == "wiki18",
         params.questions.kind == "flashrag",
         params.policy.source == "hub",
+        any(str(entry.model).startswith("hub:") for entry in params.policies.values()),
     }
     if True not in online:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

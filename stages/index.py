@@ -1,41 +1,64 @@
-"""FAISS over all shards, with a manifest that whoever opens the index checks."""
+"""The vectors' index over all shards, with a manifest that whoever opens it checks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memsearcher import files
 from memsearcher.files import BadInput
-from memsearcher.params import Params
 from stages.frame import Job, Stage, main
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 STAGE = Stage("index", params=("encode", "index"), deps=("data/embeddings",))
 EMBEDDINGS = Path("data/embeddings")
 
 
-def run(job: Job) -> None:
-    """Builds one FAISS index per shard."""
+def open_vectors(path: Path, count: int, dim: int) -> "NDArray[np.float16]":
+    """(count, dim), mapped."""
     import numpy as np
+
+    if not count:
+        return np.zeros((0, dim), np.float16)
+    return np.memmap(path, np.float16, "r", shape=(count, dim))
+
+
+def run(job: Job) -> None:
+    """Builds one index per shard: FAISS, or the fp16 vectors themselves."""
     from tqdm import tqdm
 
+    from memsearcher.retrieval import plan
     from memsearcher.retrieval.contract import Manifest
-    from memsearcher.retrieval.dense import METRIC, build_shard, write_manifest
+    from memsearcher.retrieval.dense import (
+        METRIC,
+        TRAIN_PER_LIST,
+        build_shard,
+        link_shard,
+        lists_of,
+        write_manifest,
+    )
 
-    shards = check_shards(job.params)
-    first, total = shards[0], sum(shard["count"] for shard in shards)
-    out, dim = job.work / "index", first["dim"]
+    shards = check_shards(len(job.params.encode.shards))
+    first, counts = shards[0], [shard["count"] for shard in shards]
+    index, out, dim, total = job.params.index, job.work / "index", first["dim"], sum(counts)
     files.remove(out)
-    files.require_room(out, total * dim * 4, "index")
+    out.mkdir(parents=True)
+    lists = lists_of(index, max(counts))
+    needs = plan.to_build(out, index.kind, counts, dim, lists, TRAIN_PER_LIST * lists)
+    job.say(str(needs))
+    needs.check()
     names = []
     with tqdm(total=total, unit=" vectors", mininterval=2, desc="index") as bar:
-        for number, shard in enumerate(shards):
+        for number, count in enumerate(counts):
             path = EMBEDDINGS / f"shard-{number}" / "vectors.f16"
-            shape = (shard["count"], dim)
-            vectors = (
-                np.memmap(path, np.float16, "r", shape=shape)
-                if shape[0]
-                else np.zeros(shape, np.float16)
-            )
-            names.append(f"shard-{number}.faiss")
-            build_shard(vectors, job.params.index, out / names[-1], bar.update)
+            if index.kind == "fp16":
+                names.append(f"shard-{number}.f16")
+                link_shard(path, out / names[-1])
+                bar.update(count)
+            else:
+                names.append(f"shard-{number}.faiss")
+                build_shard(open_vectors(path, count, dim), index, out / names[-1], bar.update)
     manifest = Manifest(
         encoder=first["encoder"],
         revision=first["revision"],
@@ -46,21 +69,21 @@ def run(job: Job) -> None:
         metric=METRIC,
         ntotal=total,
         corpus_sha256=first["corpus_sha256"],
-        kind=job.params.index.kind,
+        kind=index.kind,
         shards=names,
     )
-    write_manifest(out, manifest, job.params.encode.max_query_tokens, job.params.index.nprobe)
+    write_manifest(out, manifest, job.params.encode.max_query_tokens, index.nprobe)
     size = sum(p.stat().st_size for p in out.iterdir())
     files.publish(out, Path("data/index"))
     job.track.metrics({"vectors": float(total), "index_mib": size / 2**20})
     job.say(f"{total:,} vectors of {dim} in {len(names)} shards, {size / 2**20:,.0f} MiB")
 
 
-def check_shards(params: Params) -> list[dict]:
+def check_shards(count: int) -> list[dict]:
     """The shards' manifests in order. Raises BadInput where they are not slices of one corpus by
     one encoder, or a file is not as long as its manifest says."""
     shards: list[dict] = []
-    for number in params.encode.shards:
+    for number in range(count):
         folder = EMBEDDINGS / f"shard-{number}"
         shard = files.read_json(folder / "manifest.json")
         first = shards[0] if shards else shard
@@ -82,6 +105,8 @@ def check_shards(params: Params) -> list[dict]:
             raise BadInput(
                 f"{folder}: starts at passage {shard['start']}, the shard before ends at {start}"
             )
+        if not (folder / "vectors.f16").is_file():
+            raise BadInput(f"{folder}/vectors.f16: no such file")
         size, wanted = (folder / "vectors.f16").stat().st_size, shard["count"] * shard["dim"] * 2
         if size != wanted:
             raise BadInput(f"{folder}/vectors.f16: {size} bytes, its manifest means {wanted}")

@@ -3,6 +3,8 @@
     python -m stages.report
 
 Shows what the parameters name and nothing else; says what is missing and what is left over.
+DVC does not watch ablations/ (flows/ablate.py), of which it shows what is there when it runs: after
+an ablation `dvc repro -f -s report`.
 """
 
 import os
@@ -36,7 +38,7 @@ def run(job: Job) -> None:
     found = collect(job.params)
     made = job.work / "report"
     files.remove(made)
-    data = page.write(found, made, _look_up, _run())
+    data = page.write(found, made, _look_up, _run(job.params))
     files.publish(made, Path("report"))
     for text in (*found.missing, *(f"left over, not shown: {path}" for path in found.leftovers)):
         job.say(text)
@@ -59,8 +61,8 @@ def _look_up(ids: set[str]) -> Iterator[Passage]:
                 return
 
 
-def _run() -> dict[str, object]:
-    """What the figures were made with."""
+def _run(params: Params) -> dict[str, object]:
+    """What the figures were made with. `mlflow`: where a browser finds its pages."""
     import psutil
 
     memory = psutil.virtual_memory().total / 2**30
@@ -71,7 +73,20 @@ def _run() -> dict[str, object]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
         f"{platform.system()} {platform.release()}",
         "packages": dict(_versions()),
+        "hashes": {name: _hash(Path(name)) for name in ("params.yaml", "dvc.yaml", "dvc.lock")},
+        "mlflow": _mlflow() if params.tracking.enabled else None,
     }
+
+
+def _mlflow() -> str:
+    """The tracking server where it is one, else the pages of `make ui`."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    port = os.environ.get("MEMSEARCHER_MLFLOW_PORT", "5000")
+    return uri.rstrip("/") if uri.startswith("http") else f"http://127.0.0.1:{port}"
+
+
+def _hash(path: Path) -> str:
+    return files.sha256(path) if path.is_file() else "none"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

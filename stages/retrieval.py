@@ -33,11 +33,13 @@ def run(job: Job) -> None:
     from tqdm import tqdm
 
     from memsearcher.retrieval import measures
+    from memsearcher.retrieval.dense import opening_plan
     from memsearcher.retrieval.factory import open_modes
     from memsearcher.statistics import score_interval
 
     questions = _questions(Path("data/questions"))
     qrels = _qrels(Path("data"), questions)
+    job.say(f"dense: {opening_plan(Path('data/index'))}")
     parts = open_modes(job.params, ("dense", "bm25"))
     words = _Words(parts["dense"])
     out = job.work / "retrieval"

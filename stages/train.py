@@ -3,25 +3,23 @@
     python -m stages.train memsearcher
 
 The loop is `_steps`. A killed run goes on at its last checkpoint: data order is a pure function of
-(seed, step). Engine and learner take turns, one computes while the other idles.
+(seed, step). With train.async_steps 0 engine and learner take turns. With 1 the engine rolls out
+the next step while the learner updates, so all but the first step (and the first after a resume or
+a restore) are sampled by the policy of one update before; the engine then never sleeps.
 """
 
 import asyncio
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memsearcher import files
 from memsearcher.params import Params
-from memsearcher.types import Question, Trajectory
 from stages.frame import Job, Stage, main
 
 if TYPE_CHECKING:
-    from memsearcher.agent.contract import Agent
-    from memsearcher.engine.contract import Engine, Sampling
     from memsearcher.learner.deepspeed import Learner
-    from memsearcher.retrieval.contract import Retriever
+    from memsearcher.steps import Parts, Rolled
     from memsearcher.training import Log, Record
 
 
@@ -42,22 +40,11 @@ STAGE = Stage(
 SHOWN = ("reward", "em", "turns", "context_tokens_max", "kl", "clip_fraction", "tokens_per_s")
 PROBES = 4  # prompts that engine and learner are compared on after each update
 KEPT_ROLLOUTS = 4  # trajectories of each step that are written down for people
+TRACED = 2  # those of them that become traces on MLflow
 
 
 def run(job: Job) -> None:
     asyncio.run(_train(job))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a step works with."""
-
-    agent: "Agent"
-    engine: "Engine"
-    retriever: "Retriever"
-    learner: "Learner"
-    train: list[Question]
-    dev: list[Question]
 
 
 async def _train(job: Job) -> None:
@@ -70,6 +57,7 @@ async def _train(job: Job) -> None:
     from memsearcher.questions import read_questions
     from memsearcher.retrieval.factory import open_retriever
     from memsearcher.rollout import make_agent
+    from memsearcher.steps import Parts
 
     params, t = job.params, job.params.train
     entry = params.agents[job.item]  # type: ignore[index]
@@ -85,13 +73,15 @@ async def _train(job: Job) -> None:
         learner = Learner.open(settings, Ranks(t.ranks))
         train, dev = (read_questions(Path(f"data/questions/{n}.jsonl")) for n in ("train", "dev"))
         dev = dev[: t.dev_questions]
+        for name, context in (("train", "training"), ("dev", "validation")):
+            job.track.dataset(name, Path(f"data/questions/{name}.jsonl"), context)
         await _steps(job, Parts(agent, engine, retriever, learner, train, dev))
         learner.close()
     finally:
         await engine.close()
 
 
-async def _steps(job: Job, parts: Parts) -> None:
+async def _steps(job: Job, parts: "Parts") -> None:
     """questions → trajectories → rewards → advantages → update → weights to the engine → …"""
     from tqdm import tqdm
 
@@ -100,11 +90,17 @@ async def _steps(job: Job, parts: Parts) -> None:
     from memsearcher.engine.contract import Sampling
     from memsearcher.grpo import group_advantages
     from memsearcher.learner.losses import PolicyLoss
+    from memsearcher.loop import both
     from memsearcher.rollout import to_json
+    from memsearcher.steps import dev_em, roll
+    from memsearcher.transcripts import readable
 
     params, t, learner = job.params, job.params.train, parts.learner
-    loss = PolicyLoss.of(t)
-    sampling = Sampling(params.agent.max_action_tokens, t.temperature, t.top_p, t.top_k)
+    loss, keeps_history = PolicyLoss.of(t), job.item == "react"
+    sampling = Sampling(
+        *(params.agent.max_action_tokens, t.temperature, t.top_p, t.top_k),
+        constrained=params.engine.constrained_calls,
+    )
     checkpoints = job.work / "checkpoints"
     done = learner.resume(checkpoints)
     log = training.Log(job.work / "metrics.jsonl", done)
@@ -113,9 +109,10 @@ async def _steps(job: Job, parts: Parts) -> None:
         job.say(f"goes on after step {done}")
         await parts.engine.update_weights(learner.weights())
     elif t.eval_every:
-        log.add(first := {"step": 0, "dev_em": await _dev(job, parts)})
+        log.add(first := {"step": 0, "dev_em": await dev_em(params, parts)})
         learner.save(checkpoints, 0, t.keep_checkpoints)
         job.track.metrics(first, step=0)
+    rolled: Rolled | None = None
 
     for step in tqdm(range(done + 1, t.steps + 1), desc=job.label, unit="step", mininterval=2):
         if cause := await training.rescue(
@@ -124,43 +121,54 @@ async def _steps(job: Job, parts: Parts) -> None:
             job.say(f"stopped after step {step - 1}: {cause}")
             break
         began = time.monotonic()
-        questions = training.draw(parts.train, params.seed, step - 1, t.questions_per_step)
-        jobs = [(question, member) for question in questions for member in range(t.group_size)]
-        trajectories = await _roll_out(
-            job, parts, jobs, sampling, params.agent.max_turns_train, step
-        )
-        training.check_failures(trajectories, t.max_failed_share)
-        trajectories = [with_reward(each, params.reward.preset) for each in trajectories]
+        if rolled is None or parts.engine.weight_version - rolled.weight_version > t.async_steps:
+            rolled = await roll(params, parts, sampling, step)
+        training.check_failures(rolled.trajectories, t.max_failed_share)
+        trajectories = [with_reward(each, params.reward.preset) for each in rolled.trajectories]
         advantages = group_advantages(
             [each.reward for each in trajectories],
             [each.question.id for each in trajectories],
             valid=[each.failure is None for each in trajectories],
             normalise=t.normalise,
         )
-        rolled = time.monotonic()
-
-        await parts.engine.sleep()
         chosen = training.minibatches(trajectories, advantages, t)
-        record: Record = {"step": step, **training.describe(trajectories, advantages)}
-        record |= learner.update(chosen, loss)
+        record: Record = {
+            "step": step,
+            **training.describe(trajectories, advantages, keeps_history=keeps_history),
+        }
+        record |= training.staleness(trajectories, parts.engine.weight_version)
+        record["seconds_rollout"] = rolled.seconds
+
+        if t.async_steps and step < t.steps:
+            figures, rolled = await both(
+                asyncio.to_thread(learner.update, chosen, loss),
+                roll(params, parts, sampling, step + 1),
+            )
+        else:
+            await parts.engine.sleep()
+            figures, rolled = learner.update(chosen, loss), None
+            await parts.engine.wake()
+        record |= figures
 
         updated = time.monotonic()
-        await parts.engine.wake()
         await parts.engine.update_weights(learner.weights())
         prompts = [each.turns[-1].prompt_ids for each in trajectories if each.turns][:PROBES]
         record["probe_gap"] = await training.probe(
             parts.engine, learner, prompts, sampling, t.probe_bound
         )
         handed = time.monotonic()
-        record |= {"weight_version": learner.weight_version, "seconds_rollout": rolled - began}
-        record["seconds_weights"] = handed - updated
+        record |= {"weight_version": learner.weight_version, "seconds_weights": handed - updated}
         if t.eval_every and step % t.eval_every == 0:
-            record["dev_em"] = await _dev(job, parts)
+            record["dev_em"] = await dev_em(params, parts)
             record["seconds_dev"] = time.monotonic() - handed
         record["seconds"] = time.monotonic() - began
         log.add(record)
         shown = trajectories[:: t.group_size][:KEPT_ROLLOUTS]
         rollouts.add(*({"step": step} | to_json(each) for each in shown))
+        for each in shown[:TRACED]:
+            job.track.trajectory(
+                readable(each, parts.chat.decode, keeps_history=keeps_history), step
+            )
         job.track.metrics({n: v for n, v in record.items() if not isinstance(v, str)}, step=step)
         job.say(f"step {step}/{t.steps}  {training.brief(record, SHOWN)}")
         top = stop_loss.best(log.rows())
@@ -169,42 +177,6 @@ async def _steps(job: Job, parts: Parts) -> None:
             learner.save(checkpoints, step, t.keep_checkpoints, best)
 
     _publish(job, learner, log, rollouts)
-
-
-async def _roll_out(
-    job: Job,
-    parts: Parts,
-    jobs: list[tuple[Question, int]],
-    sampling: "Sampling",
-    max_turns: int,
-    step: int,
-) -> list[Trajectory]:
-    from memsearcher.rollout import roll_out
-
-    return await roll_out(
-        parts.agent,
-        jobs,
-        parts.engine,
-        parts.retriever,
-        sampling=sampling,
-        max_turns=max_turns,
-        seed=job.params.seed * 1_000_003 + step,
-        concurrency=job.params.engine.max_num_seqs,
-        deterministic=job.params.engine.kind == "inprocess",
-    )
-
-
-async def _dev(job: Job, parts: Parts) -> float:
-    """Greedy EM on the dev questions."""
-    from memsearcher import training
-    from memsearcher.agent.scoring import em
-    from memsearcher.engine.contract import Sampling
-
-    greedy = Sampling(job.params.agent.max_action_tokens, temperature=0.0)
-    jobs = [(question, 0) for question in parts.dev]
-    trajectories = await _roll_out(job, parts, jobs, greedy, job.params.agent.max_turns_eval, 0)
-    training.check_failures(trajectories, 0.0)
-    return sum(em(t.answer, t.question.golds) for t in trajectories) / len(trajectories)
 
 
 def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
@@ -225,6 +197,10 @@ def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
     files.write_json(made / "summary.json", summary)
     files.publish(policy, Path(f"models/train/{job.item}"))
     files.publish(made, Path(f"results/train/{job.item}"))
+    of = best or {"step": len(records) and records[-1]["step"]}
+    model = Path(f"models/train/{job.item}")
+    job.track.policy(str(job.item), model, of["step"], {n: of[n] for n in ("dev_em",) if n in of})
+    job.track.record(Path(f"results/train/{job.item}/metrics.jsonl"))
     job.track.artifact(Path(f"results/train/{job.item}/summary.json"))
 
 

@@ -8,7 +8,7 @@ checkpoint every CHECKPOINT_EVERY steps).
 """
 
 import asyncio
-import random
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from memsearcher import files
 from memsearcher.files import BadInput
-from memsearcher.types import Question, Trajectory
+from memsearcher.types import Trajectory
 from stages.frame import Job, Stage, main
 
 if TYPE_CHECKING:
@@ -33,29 +33,30 @@ STAGE = Stage(
 )
 CHECKPOINT_EVERY = 100
 LR_WARMUP = 20  # optimiser steps
-TAUGHT_AT_ONCE = 64  # trajectories whose searches go to the retriever together
 
 
 def run(job: Job) -> None:
+    from memsearcher import rejection
     from memsearcher.learner import sft
     from memsearcher.policy import base_policy
 
     assert job.item is not None
     w = job.params.warmup
     start = base_policy(job.params)
-    trajectories = asyncio.run(_teach(job, start))
-    verdicts = [sft.verdict(each, w.keep_wrong) for each in trajectories]
-    kept = [t for t, v in zip(trajectories, verdicts, strict=True) if v == "kept"]
-    counts = Counter(verdicts)
-    job.say(f"{len(kept)} of {len(trajectories)} trajectories kept: {dict(counts)}")
+    teacher, trajectories = asyncio.run(_teach(job, start))
+    found = rejection.verdicts(trajectories, w, job.item, job.params.seed)  # type: ignore[arg-type]
+    kept = [t for t, v in zip(trajectories, found, strict=True) if v == rejection.KEPT]
+    counts = dict(Counter(found))
+    job.say(f"{len(kept)} of {len(trajectories)} trajectories of {teacher} kept: {counts}")
+    job.track.metrics({f"teacher/{verdict}": n for verdict, n in counts.items()})
     rows = sft.examples(kept)
     if not rows:
-        raise BadInput(f"warmup: no trajectory of the teacher is fit to imitate: {dict(counts)}")
+        raise BadInput(f"warmup: no trajectory of the teacher is fit to imitate: {counts}")
     right = sum(each.reward_parts["em"] for each in trajectories) / len(trajectories)
-    summary = {"agent": job.item, "trajectories": len(trajectories), "verdicts": dict(counts)}
-    summary |= {"turns": len(rows), "teacher_em": right, "steps": w.steps}
     stops = Counter(each.stop.value for each in trajectories)
-    summary["stops"] = dict(stops)
+    summary = {"agent": job.item, "trajectories": len(trajectories), "verdicts": counts}
+    summary |= {"turns": len(rows), "teacher_em": right, "steps": w.steps, "stops": dict(stops)}
+    summary |= {"teacher": teacher, "cells": _cells(job, trajectories, found)}
 
     if job.params.policy.source == "tiny" and w.copying_steps:
         words = _words(start)
@@ -74,60 +75,50 @@ def run(job: Job) -> None:
     _publish(job, summary)
 
 
-async def _teach(job: Job, folder: Path) -> list[Trajectory]:
-    """One trajectory for each of warmup.questions training questions that have a plan."""
+async def _teach(job: Job, pupil: Path) -> tuple[str, list[Trajectory]]:
+    """The teacher's name and what it did, rewarded."""
     from tqdm import tqdm
 
     from memsearcher.agent.chat import Chat
     from memsearcher.agent.scoring import with_reward
-    from memsearcher.agent.taught import Taught
-    from memsearcher.agent.teacher import ScriptedTeacher
-    from memsearcher.engine.contract import Sampling
     from memsearcher.questions import read_questions
     from memsearcher.retrieval.factory import open_retriever
-    from memsearcher.rollout import from_json, make_agent, roll_out, to_json
-    from memsearcher.training import Log, check_failures, draw
+    from memsearcher.teaching import Teacher, choose, teach
 
-    params, w = job.params, job.params.warmup
-    everything = read_questions(Path("data/questions/train.jsonl"))
-    planned = [q for q in everything if q.metadata.get("plan")]
-    if not planned:
-        raise BadInput(
-            "data/questions/train.jsonl: no question has a plan that a teacher can follow"
-        )
-    chosen = draw(planned, params.seed, 0, min(w.questions, len(planned)))
-    journal = Log(job.work / "teacher.jsonl", 0)
-    made = {row["id"]: from_json(row) for row in journal.rows()}
-    missing = [q for q in chosen if f"{q.id}#0" not in made]
-    if missing:
-        chat = Chat(folder)
-        bar = tqdm(total=len(missing), desc=f"{job.label} teacher", unit="q", mininterval=2)
+    params = job.params
+    teacher = Teacher.of(params, pupil, os.environ)
+    questions = choose(read_questions(Path("data/questions/train.jsonl")), params)
+    with tqdm(desc=f"{job.label} teacher", mininterval=2) as bar:
 
-        def done(trajectory: Trajectory) -> None:
-            check_failures([trajectory], 0.0)
-            made[trajectory.id] = trajectory
-            journal.add({"step": 0} | to_json(trajectory, tokens=True))
-            bar.update()
+        def done(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count - bar.n)
 
-        def teacher(question: Question) -> ScriptedTeacher:
-            rng = random.Random(f"teacher {params.seed} {question.id}")
-            return ScriptedTeacher(question, chat, w, rng)
-
-        agent = make_agent(job.item, params, chat)  # type: ignore[arg-type]
-        await roll_out(
-            Taught(agent, teacher),
-            [(q, 0) for q in missing],
-            teacher(missing[0]),  # never asked: every question has its own
-            open_retriever(params),
-            sampling=Sampling(params.agent.max_action_tokens),
-            max_turns=params.agent.max_turns_train,
-            seed=params.seed,
-            concurrency=TAUGHT_AT_ONCE,
+        made = await teach(
+            teacher,
+            job.item,  # type: ignore[arg-type]
+            params,
+            Chat(pupil),
+            questions,
+            lambda: open_retriever(params),
+            job.work,
             on_done=done,
-            deterministic=True,
+            say=job.say,
         )
-        bar.close()
-    return [with_reward(made[f"{q.id}#0"], params.reward.preset) for q in chosen]
+    return teacher.name, [with_reward(each, params.reward.preset) for each in made]
+
+
+def _cells(job: Job, trajectories: list[Trajectory], found: list[str]) -> dict[str, list[int]]:
+    """Trajectories rolled out and kept, by data set and number of searches."""
+    from memsearcher import rejection
+
+    cells: dict[str, list[int]] = {}
+    for each, verdict in zip(trajectories, found, strict=True):
+        dataset, searches = rejection.cell(each, job.item)  # type: ignore[arg-type]
+        counts = cells.setdefault(f"{dataset}, {searches} searches", [0, 0])
+        counts[0] += 1
+        counts[1] += verdict == rejection.KEPT
+    return dict(sorted(cells.items()))
 
 
 def _words(folder: Path) -> list[int]:
@@ -211,6 +202,10 @@ def _publish(job: Job, summary: dict[str, object]) -> None:
     files.write_json(made / "summary.json", summary)
     files.publish(job.work / "imitation", Path(f"models/warmup/{job.item}"))
     files.publish(made, Path(f"results/warmup/{job.item}"))
+    job.track.dataset("train", Path("data/questions/train.jsonl"), "training")
+    model, of = Path(f"models/warmup/{job.item}"), records[-1]
+    job.track.policy(f"warmup-{job.item}", model, of["step"], {"imitation_loss": of["loss"]})
+    job.track.record(Path(f"results/warmup/{job.item}/metrics.jsonl"))
     job.track.artifact(Path(f"results/warmup/{job.item}/summary.json"))
 
 

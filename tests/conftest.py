@@ -12,6 +12,7 @@ from torch import Tensor
 from memsearcher.agent.chat import Chat
 from memsearcher.engine.contract import Completion, Sampling
 from memsearcher.params import Agent as AgentParams
+from memsearcher.params import Release
 from memsearcher.types import Hit, Passage, Question
 
 torch.set_num_threads(1)  # tests share the cores with whatever else runs
@@ -22,6 +23,13 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] "
+    "+ '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA_CONTROL = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 TAGS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<memory>", "</memory>"),
     *("<question>", "</question>", "<tool_response>", "</tool_response>"),
@@ -95,11 +103,32 @@ def chat(tokenizer_folder: Path) -> Chat:
     return Chat(tokenizer_folder)
 
 
+@pytest.fixture(scope="session", params=["chatml", "llama"])
+def any_chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """Qwen and SmolLM2 talk in the one, Llama in the other."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "chatml":
+        return Chat(save_byte_tokenizer(folder))
+    bos = LLAMA_CONTROL[0]
+    return Chat(save_byte_tokenizer(folder, template=LLAMA, control=LLAMA_CONTROL, bos=bos))
+
+
+OURS = Release(
+    max_k=None,
+    escaped_newlines=False,
+    broken_memory=False,
+    search_on_last_turn=False,
+    whole_prompt=False,
+)
+
+
 @pytest.fixture
 def agent_params() -> AgentParams:
     """Room for byte tokens: about five of them make a word."""
     return AgentParams(
         template="compact",
+        release_template=None,
+        release=OURS,
         max_question_tokens=100,
         max_action_tokens=200,
         max_observation_tokens=400,

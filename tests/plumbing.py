@@ -76,6 +76,111 @@ TOY_STAGES = (
     ("four", "'seed',", "'data/two-memsearcher', 'data/three',", "None"),
 )
 
+MEASURED_DVC = """
+stages:
+  questions:
+    cmd: python -m stages.questions
+    params: [questions]
+    outs: [data/questions]
+    meta: {needs: network}
+  train:
+    foreach: ${agents}
+    do:
+      cmd: python -m stages.train ${key}
+      deps: [data/questions]
+      params: [seed, agent.max_memory_tokens, train.lr]
+      outs: ["models/train/${key}", "results/train/${key}"]
+  evaluate:
+    foreach: ${policies}
+    do:
+      cmd: python -m stages.evaluate ${key}
+      deps: [data/questions, "${item.after}"]
+      params: [seed, agent.max_memory_tokens, evaluate, "policies.${key}"]
+      outs: ["results/evaluate/${key}"]
+"""
+MEASURED_STAGES = {
+    "questions": """
+from pathlib import Path
+from memsearcher import files
+from stages.frame import Job, Stage, main
+STAGE = Stage("questions", ("questions",))
+
+def run(job: Job) -> None:
+    path = job.params.questions.path
+    said = Path(path).read_text() if path else "made up"
+    files.write_json(job.work / "questions" / "dev.json", {"of": said})
+    files.publish(job.work / "questions", Path("data/questions"))
+    with open("ran", "a") as f:
+        f.write(job.label + "\\n")
+""",
+    "train": """
+from pathlib import Path
+from memsearcher import files
+from stages.frame import Job, Stage, main
+PARAMS = ("seed", "agent.max_memory_tokens", "train.lr")
+STAGE = Stage("train", PARAMS, ("data/questions",), items=lambda p: list(p.agents))
+
+def run(job: Job) -> None:
+    p, made = job.params, job.work / "model"
+    files.write_json(made / "config.json", {"right": round(1000 * p.train.lr), "seed": p.seed})
+    rows = [{"step": i, "reward": i / 10} for i in range(3)]
+    files.write_jsonl(job.work / "results" / "metrics.jsonl", rows)
+    for row in rows:
+        job.track.metrics({"reward": row["reward"]}, step=row["step"])
+    files.publish(made, Path(f"models/train/{job.item}"))
+    files.publish(job.work / "results", Path(f"results/train/{job.item}"))
+    job.track.policy(str(job.item), Path(f"models/train/{job.item}"), 2, {"reward": 0.2})
+    job.track.record(Path(f"results/train/{job.item}/metrics.jsonl"))
+    with open("ran", "a") as f:
+        f.write(f"{job.label} {p.seed} {p.agent.max_memory_tokens}\\n")
+""",
+    "evaluate": """
+import random
+from pathlib import Path
+from memsearcher import files
+from memsearcher.statistics import em_interval
+from stages.frame import Job, Stage, main
+PARAMS = ("seed", "agent.max_memory_tokens", "evaluate", "policies.{item}")
+STAGE = Stage(
+    "evaluate",
+    PARAMS,
+    lambda p, item: ("data/questions", p.policies[item].after),
+    items=lambda p: list(p.policies),
+)
+
+def run(job: Job) -> None:
+    p, entry = job.params, job.params.policies[job.item]
+    cap = p.evaluate.max_memory_tokens or p.agent.max_memory_tokens
+    right = files.read_json(Path(entry.model) / "config.json")["right"] if entry.model else 0
+    rows = []
+    for name in ("nq", "hotpotqa"):
+        for i in range(100):
+            em = float(i < right + cap)
+            rows.append({"question_id": f"{name}/{i}", "dataset": name, "em": em})
+    made = job.work / "out"
+    files.write_jsonl(made / "predictions.jsonl", rows)
+
+    def scores(some):
+        interval = em_interval([row["em"] for row in some])
+        return {"em": interval.mean, "em_interval": [interval.low, interval.high], "n": len(some)}
+
+    names = ("nq", "hotpotqa")
+    metrics = {"datasets": {n: scores([r for r in rows if r["dataset"] == n]) for n in names}}
+    metrics |= {"average": scores(rows), "behaviour": {"memory_cut_rate": 1 / cap}}
+    metrics["fingerprint"] = {"cap": cap, "seed": p.seed, "right": right}
+    files.write_json(made / "metrics.json", metrics)
+    files.publish(made, Path(f"results/evaluate/{job.item}"))
+    tokens = {"prompt": 9, "action": 5, "observation": 7, "memory": 3}
+    turn = {"memory_before": "", "action": "I search.", "query": "who", "hits": [["1", 0.9]]}
+    turn |= {"memory_after": "they", "memory_cut": False, "tokens": tokens}
+    turn["seconds"] = {"action": 0.2, "search": 0.1, "memory": 0.3}
+    row = {"question_id": "nq/0", "question": "who?", "golds": ["they"], "answer": "they"}
+    job.track.trajectory(row | {"stop": "answered", "seconds": 0.6, "turns": [turn]}, 0)
+    with open("ran", "a") as f:
+        f.write(f"{job.label} {p.seed} {cap} {p.evaluate.split}\\n")
+""",
+}
+
 
 def clone(to: Path) -> Path:
     """The working tree as git would commit it now, in a fresh repository without an identity."""
@@ -108,6 +213,29 @@ def toy(to: Path) -> Path:
         (to / "stages" / f"{name}.py").write_text(text)
     versions = [f'{name}: {{version: 1, code: ""}}\n' for name, *_ in TOY_STAGES]
     (to / "code_versions.yaml").write_text("".join(versions))
+    return to
+
+
+def measured(to: Path) -> Path:
+    """Three committed stages around the real frame, flows and tracking. Their policy is as good as
+    `train.lr` says (in thousandths, of 100 questions a benchmark), plus its memory cap."""
+    toy(to)
+    for path in (to / "stages").glob("*.py"):
+        if path.name not in ("__init__.py", "frame.py"):
+            path.unlink()
+    (to / "dvc.yaml").write_text(MEASURED_DVC)
+    for name, text in MEASURED_STAGES.items():
+        (to / "stages" / f"{name}.py").write_text(
+            f"{text}\nif __name__ == '__main__':\n    main(STAGE, run)\n"
+        )
+    versions = [f'{name}: {{version: 1, code: ""}}\n' for name in MEASURED_STAGES]
+    (to / "code_versions.yaml").write_text("".join(versions))
+    (to / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "/ran\n")
+    composed = run(to, "flows.compose", "policies=memsearcher-base", "train.lr=0.02")
+    assert composed.returncode == 0, composed.stdout
+    for words in (["add", "--all"], ["commit", "--quiet", "-m", "toy"]):
+        who = ["-c", "user.name=n", "-c", "user.email=n@localhost"]
+        subprocess.run(["git", *who, *words], cwd=to, check=True)
     return to
 
 

@@ -29,6 +29,15 @@ def tiny_policy(folder: Path) -> Path:
     return folder
 
 
+class Digits:
+    """What a loop asks of a chat, for a policy without a tokenizer."""
+
+    end_id = 0
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
 def eight_turns() -> list[Row]:
     """1 … 8 sampled tokens, two tokens of observation behind them."""
     rng, made = random.Random(0), []

@@ -8,6 +8,8 @@ the seam.
 """
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+DATE = "26 Jul 2024"  # for templates that would put today's: prompts must not change overnight
 _SYSTEM, _USER, _ASSISTANT, _USER2, _ASSISTANT2 = (f"sentinel{i}x" for i in range(5))
 
 
@@ -45,6 +48,9 @@ class Chat:
         self.control_ids = frozenset(tokenizer.added_tokens_decoder)
         self._trusted = tokenizer.backend_tokenizer
         self._plain = _without_added_tokens(spec)
+        controls = (token.content for token in tokenizer.added_tokens_decoder.values())
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._controls = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._read_seams(tokenizer)
 
     def trusted(self, text: str) -> list[int]:
@@ -70,6 +76,20 @@ class Chat:
                 ids += [i for i in spelled if i not in self.control_ids]
         return ids
 
+    def whole(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        """Ids of (text, is it ours?) pieces as one text, so that a token may reach from one piece
+        into the next. Only in ours a control token is one."""
+        ids: list[int] = []
+        run = ""
+        for text, ours in pieces:
+            for i, part in enumerate(self._controls.split(text) if ours else [text]):
+                if i % 2:  # a control token: no merge reaches over it
+                    ids += self.plain(run) + self.trusted(part)
+                    run = ""
+                else:
+                    run += part
+        return ids + self.plain(run)
+
     def decode(self, ids: list[int]) -> str:
         """Text with its control tokens. Ids past the vocabulary (padded rows) give nothing."""
         return self._trusted.decode(ids, skip_special_tokens=False)
@@ -85,7 +105,9 @@ class Chat:
         def render(*messages: tuple[str, str], prompt: bool = False) -> str:
             rows = [{"role": role, "content": text} for role, text in messages]
             return str(
-                tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt)
+                tokenizer.apply_chat_template(
+                    rows, tokenize=False, add_generation_prompt=prompt, date_string=DATE
+                )
             )
 
         talk = [("system", _SYSTEM), ("user", _USER), ("assistant", _ASSISTANT), ("user", _USER2)]

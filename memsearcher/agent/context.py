@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memsearcher.agent.chat import Chat
-from memsearcher.engine.contract import Completion, Engine, Sampling
-from memsearcher.types import Question
+from memsearcher.engine.contract import Engine, Sampling
+from memsearcher.types import Question, Turn
 
 Kind = Literal["action", "observation", "memory"]
 
@@ -17,6 +17,7 @@ class Context:
     """Grows at its end only; `ids`, `mask` and `logprobs` are those of Turn. Log-probs are the
     sampler's, 0.0 on what was put in."""
 
+    chat: Chat
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -26,6 +27,7 @@ class Context:
     )
     seconds: dict[str, float] = field(default_factory=dict)
     weight_version: int = 0  # of the latest sampled token
+    roundtrip_misses: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
@@ -34,17 +36,37 @@ class Context:
         """An observation: read by the policy, never trained on."""
         self._add("observation", ids, [0.0] * len(ids), sampled=False)
 
-    async def sample(self, kind: Kind, engine: Engine, sampling: Sampling) -> Completion:
+    async def sample(self, kind: Kind, engine: Engine, sampling: Sampling) -> tuple[str, bool]:
+        """What was said, without the end token, and whether there was one before the limit."""
         started = time.monotonic()
-        completion = await engine.generate(self.prompt_ids + self.ids, sampling)
+        said = await engine.generate(self.prompt_ids + self.ids, sampling)
         self.clock(kind, started)
-        self._add(kind, completion.ids, completion.logprobs, sampled=True)
-        self.weight_version = completion.weight_version
-        return completion
+        self._add(kind, said.ids, said.logprobs, sampled=True)
+        self.weight_version = said.weight_version
+        text = self.chat.decode(said.ids)
+        self.roundtrip_misses += self.chat.trusted(text) != said.ids
+        return self.chat.decode(said.ids[:-1]) if said.stopped else text, said.stopped
 
     def clock(self, phase: str, started: float) -> None:
         """Adds the seconds since `started` to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
+    def turn(self, action: str, memory_before: str) -> Turn:
+        """What is known of every turn; the agent adds what it searched for and kept."""
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.ids,
+            mask=self.mask,
+            sampler_logprobs=self.logprobs,
+            action=action,
+            memory_before=memory_before,
+            action_tokens=self.tokens["action"],
+            observation_tokens=self.tokens["observation"],
+            memory_tokens=self.tokens["memory"],
+            roundtrip_misses=self.roundtrip_misses,
+            seconds=self.seconds,
+            weight_version=self.weight_version,
+        )
 
     def _add(self, kind: Kind, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
         if len(ids) != len(logprobs):
@@ -53,11 +75,6 @@ class Context:
         self.mask += [sampled] * len(ids)
         self.logprobs += logprobs
         self.tokens[kind] += len(ids)
-
-
-def text_of(chat: Chat, completion: Completion) -> str:
-    """What was said, without the end token."""
-    return chat.decode(completion.ids[:-1] if completion.stopped else completion.ids)
 
 
 def request(

@@ -13,7 +13,7 @@ Search = Callable[[str], Awaitable[Found]]
 class Agent(Protocol):
     @property
     def k(self) -> int:
-        """Passages per search."""
+        """Passages to ask for with each search; fewer may be shown."""
 
     async def run(
         self,

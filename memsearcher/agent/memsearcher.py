@@ -2,28 +2,32 @@
 
 (question, memory) → action → search → memory → the next turn, until an answer or a stop by rule
 (StopReason). What was sampled goes into the trajectory as it was sampled; only the memory is
-encoded anew, where the next context begins.
+encoded anew, where the next context begins. Where the official release does otherwise, a switch of
+agent.release does so too.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from memsearcher.agent.chat import Chat
-from memsearcher.agent.context import Context, request, text_of
+from memsearcher.agent.context import Context, request
 from memsearcher.agent.contract import Search
 from memsearcher.agent.parsing import Answer, Memory, parse_action, parse_memory
 from memsearcher.agent.prompts import Prompts
 from memsearcher.engine.contract import Engine, Sampling
 from memsearcher.files import BadInput
 from memsearcher.params import Agent as AgentParams
-from memsearcher.types import Hit, Question, StopReason, Trajectory, Turn
+from memsearcher.types import Question, StopReason, Trajectory, Turn
 
 
 class MemSearcher:
-    def __init__(self, params: AgentParams, chat: Chat, k: int) -> None:
-        self.k = k
-        self._params, self._chat = params, chat
-        self._prompts = Prompts(chat, params, "memsearcher")
+    def __init__(
+        self, params: AgentParams, chat: Chat, k: int, *, evaluating: bool = False
+    ) -> None:
+        self.k = max(k, params.release.max_k or 0)
+        self._params, self._chat, self._k, self._evaluating = params, chat, k, evaluating
+        self._prompts = Prompts(chat, params, "memsearcher", evaluating=evaluating)
         self._memory_limit = params.max_memory_tokens + self._prompts.memory_room
         worst = self._prompts.longest_turn() + params.max_action_tokens
         worst += params.max_observation_tokens + self._memory_limit
@@ -54,10 +58,15 @@ class MemSearcher:
             def ask(phase: str, limit: int, number: int = number) -> Sampling:
                 return request(sampling, self._chat, limit, seed, question, member, number, phase)
 
-            turn, stop, answer = await self._turn(question, memory, engine, search, ask, last)
+            must_answer = last and not self._params.release.search_on_last_turn
+            turn, stop, answer = await self._turn(
+                question, memory, engine, search, ask, must_answer
+            )
             turns.append(turn)
             if on_turn is not None:
                 on_turn(turn)
+            if last and stop is None:
+                stop = StopReason.MAX_TURNS
             if stop is not None:
                 return Trajectory(question, member, tuple(turns), stop, answer)
             memory = turn.memory_after or ""
@@ -69,60 +78,49 @@ class MemSearcher:
         engine: Engine,
         search: Search,
         ask: Callable[[str, int], Sampling],
-        last: bool,
+        must_answer: bool,
     ) -> tuple[Turn, StopReason | None, str | None]:
         """The turn, why the trajectory ends with it (None: it goes on), and the answer."""
-        context = Context(self._prompts.turn(question.text, memory, last=last))
-        said = await context.sample("action", engine, ask("action", self._params.max_action_tokens))
-        action = text_of(self._chat, said)
-        parsed = parse_action(action, said.stopped)
-        query: str | None = None
-        hits: tuple[Hit, ...] = ()
-        bad_query = False
-        after: Memory | None = None
-        stop: StopReason | None = None
-        answer: str | None = None
-        if isinstance(parsed, StopReason):
-            stop = parsed
-        elif isinstance(parsed, Answer):
-            stop, answer = StopReason.ANSWERED, parsed.text
-        elif last:
-            stop, query = StopReason.MAX_TURNS, parsed.query
-        else:
-            query, bad_query = parsed.query, parsed.query is None
-            found = None
-            if query is not None:
-                started = time.monotonic()
-                found = await search(query)
-                context.clock("search", started)
-                hits = tuple(hit for hit, _ in found)
-            passages = None if found is None else [passage for _, passage in found]
-            context.put(self._prompts.observation(passages))
-            said = await context.sample("memory", engine, ask("memory", self._memory_limit))
-            written = parse_memory(text_of(self._chat, said), said.stopped)
-            if isinstance(written, StopReason):
-                stop = written
-            else:
-                after = self._within_cap(written)
-        turn = Turn(
-            prompt_ids=context.prompt_ids,
-            response_ids=context.ids,
-            mask=context.mask,
-            sampler_logprobs=context.logprobs,
-            action=action,
-            memory_before=memory,
-            query=query,
-            hits=hits,
-            memory_after=None if after is None else after.text,
-            memory_cut=after is not None and after.cut,
-            bad_query=bad_query,
-            action_tokens=context.tokens["action"],
-            observation_tokens=context.tokens["observation"],
-            memory_tokens=context.tokens["memory"],
-            seconds=context.seconds,
-            weight_version=context.weight_version,
+        context = Context(self._chat, self._prompts.turn(question.text, memory, last=must_answer))
+        action, stopped = await context.sample(
+            "action", engine, ask("action", self._params.max_action_tokens)
         )
-        return turn, stop, answer
+        parsed = parse_action(action, stopped)
+        if isinstance(parsed, StopReason):
+            return context.turn(action, memory), parsed, None
+        if isinstance(parsed, Answer):
+            return context.turn(action, memory), StopReason.ANSWERED, parsed.text
+        if must_answer:
+            turn = replace(context.turn(action, memory), query=parsed.query)
+            return turn, StopReason.MAX_TURNS, None
+
+        found = None
+        if parsed.query is not None:
+            started = time.monotonic()
+            k = parsed.passages(self._k, self._params.release.max_k)
+            found = (await search(parsed.query))[:k]
+            context.clock("search", started)
+        passages = None if found is None else [passage for _, passage in found]
+        context.put(self._prompts.observation(passages, parsed.call))
+
+        text, stopped = await context.sample("memory", engine, ask("memory", self._memory_limit))
+        after = self._kept(parse_memory(text, stopped))
+        turn = replace(
+            context.turn(action, memory),
+            query=parsed.query,
+            hits=tuple(hit for hit, _ in found or ()),
+            bad_query=parsed.query is None,
+        )
+        if isinstance(after, StopReason):
+            return turn, after, None
+        return replace(turn, memory_after=after.text, memory_cut=after.cut), None, None
+
+    def _kept(self, written: Memory | StopReason) -> Memory | StopReason:
+        """What the next turn starts from, or why there is no next turn."""
+        broken = isinstance(written, StopReason) or written.cut
+        if broken and self._params.release.broken_memory:
+            return Memory("", cut=True) if self._evaluating else StopReason.NO_MEMORY
+        return written if isinstance(written, StopReason) else self._within_cap(written)
 
     def _within_cap(self, memory: Memory) -> Memory:
         """The memory, cut until its ids as they enter the next prompt number at most the cap."""

@@ -25,6 +25,10 @@ looked at, an unclosed <think> reaches to the end. Each row is a test (tests/uni
     no </tool_call>                                            BAD_TOOL_CALL
     query "", "  ", null, 3, ["a", "b"], {}, a lone surrogate, search without a query: one fixed
       more than 2,000 characters                                 observation, counted, goes on
+    "top_n" beside the query                                   k is ours all the same
+    where agent.release.max_k lets the model choose k:
+      "top_n": 7  /  0, −1  /  1000000                           7  /  1  /  max_k
+      "top_n": "3", 2.5, true, null, []; none at all             ours, search.k
 
     text of a memory message                                   outcome
     ---------------------------------------------------------  ----------------------------------
@@ -37,8 +41,7 @@ looked at, an unclosed <think> reaches to the end. Each row is a test (tests/uni
 """
 
 import json
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,15 +49,23 @@ from memsearcher.types import StopReason
 
 MAX_QUERY_CHARS = 2_000
 TOOLS = ("search", "wikipedia_search")  # the second is the release's name for it
-_THINK = re.compile(r"</?think>")
 _BOX = "\\boxed{"
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """`query` None: a call in the right shape whose query is of no use."""
+    """`query` None: a call in the right shape whose query is of no use. `top_n` is the number of
+    passages that it asks for, `call` the text between the tags."""
 
     query: str | None
+    top_n: int | None = None
+    call: str = field(default="", compare=False)
+
+    def passages(self, k: int, max_k: int | None) -> int:
+        """How many to show: `k`, unless the model may choose (`max_k`) and does."""
+        if max_k is None or self.top_n is None:
+            return k
+        return min(max(self.top_n, 1), max_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +104,15 @@ def parse_memory(text: str, stopped: bool) -> Memory | StopReason:
 def outside_think(text: str, *, thinking: bool) -> str:
     """The text without its <think> blocks; `thinking` tells whether it starts inside one."""
     pieces: list[str] = []
-    start = 0
-    for tag in _THINK.finditer(text):
-        opens = tag.group() == "<think>"
-        if opens == thinking:
-            continue
-        if opens:
-            pieces.append(text[start : tag.start()])
-        thinking, start = opens, tag.end()
-    if not thinking:
-        pieces.append(text[start:])
-    return " ".join(pieces)  # a space, so that no tag is made of two halves
+    place = 0
+    while True:
+        tag = "</think>" if thinking else "<think>"
+        found = text.find(tag, place)
+        if not thinking:
+            pieces.append(text[place : found if found >= 0 else None])
+        if found < 0:
+            return " ".join(pieces)  # a space, so that no tag is made of two halves
+        thinking, place = not thinking, found + len(tag)
 
 
 def last_box(text: str) -> str | None:
@@ -138,9 +147,15 @@ def _parse_call(body: str) -> Search | StopReason:
     arguments = call if "query" in call else call.get("arguments")
     if not isinstance(arguments, dict) or "query" not in arguments:
         return StopReason.BAD_TOOL_CALL
-    query = arguments["query"]
-    if not isinstance(query, str) or not query.strip() or len(query) > MAX_QUERY_CHARS:
-        return Search(None)
-    if any("\ud800" <= letter <= "\udfff" for letter in query):
-        return Search(None)
-    return Search(query.strip())
+    query, top_n = arguments["query"], arguments.get("top_n")
+    usable = (
+        isinstance(query, str)
+        and query.strip()
+        and len(query) <= MAX_QUERY_CHARS
+        and not any("\ud800" <= letter <= "\udfff" for letter in query)
+    )
+    return Search(
+        query.strip() if usable else None,
+        top_n if isinstance(top_n, int) and not isinstance(top_n, bool) else None,
+        body.strip(),
+    )

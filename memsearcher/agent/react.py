@@ -3,14 +3,16 @@
 One trajectory is one context that grows: action, observation, action, … It is one Turn (n_i = 1)
 with several sampled spans: `action` is the whole talk after the prompt, `query` has a line per
 search, `hits` are those of all searches. The policy is asked to answer on the last round, which
-comes when the rounds are used up or when another would not fit agent.max_context_tokens.
+comes when the rounds are used up or when another would not fit agent.max_context_tokens. Of
+agent.release it knows max_k and escaped_newlines; the rest is about memories.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from memsearcher.agent.chat import Chat
-from memsearcher.agent.context import Context, request, text_of
+from memsearcher.agent.context import Context, request
 from memsearcher.agent.contract import Search
 from memsearcher.agent.parsing import Answer, parse_action
 from memsearcher.agent.prompts import Prompts
@@ -22,8 +24,8 @@ from memsearcher.types import Hit, Question, StopReason, Trajectory, Turn
 
 class ReAct:
     def __init__(self, params: AgentParams, chat: Chat, k: int) -> None:
-        self.k = k
-        self._params, self._chat = params, chat
+        self.k = max(k, params.release.max_k or 0)
+        self._params, self._chat, self._k = params, chat, k
         self._prompts = Prompts(chat, params, "react")
         self._round = params.max_observation_tokens + params.max_action_tokens
         worst = self._prompts.longest_turn() + params.max_action_tokens + self._round
@@ -45,7 +47,7 @@ class ReAct:
         seed: int,
         on_turn: Callable[[Turn], None] | None = None,
     ) -> Trajectory:
-        context = Context(self._prompts.turn(question.text, "", last=max_turns == 1))
+        context = Context(self._chat, self._prompts.turn(question.text, "", last=max_turns == 1))
         queries: list[str] = []
         hits: list[Hit] = []
         bad_query = False
@@ -54,8 +56,8 @@ class ReAct:
         while True:
             limit = self._params.max_action_tokens
             asked = request(sampling, self._chat, limit, seed, question, member, number, "action")
-            said = await context.sample("action", engine, asked)
-            parsed = parse_action(text_of(self._chat, said), said.stopped)
+            text, stopped = await context.sample("action", engine, asked)
+            parsed = parse_action(text, stopped)
             if isinstance(parsed, StopReason):
                 stop = parsed
                 break
@@ -70,29 +72,22 @@ class ReAct:
             if parsed.query is None:
                 bad_query = True
             else:
-                queries.append(parsed.query)
+                queries.append(" ".join(parsed.query.split()))
                 started = time.monotonic()
-                found = await search(parsed.query)
+                k = parsed.passages(self._k, self._params.release.max_k)
+                found = (await search(parsed.query))[:k]
                 context.clock("search", started)
                 hits += [hit for hit, _ in found]
                 passages = [passage for _, passage in found]
             room = self._params.max_context_tokens - len(context) - 2 * self._round
             last = number == max_turns or room < 0
             context.put(self._prompts.observation(passages, last=last))
-        turn = Turn(
-            prompt_ids=context.prompt_ids,
-            response_ids=context.ids,
-            mask=context.mask,
-            sampler_logprobs=context.logprobs,
-            action=self._chat.decode(context.ids[: -1 if said.stopped else None]),
-            memory_before="",
+        talk = self._chat.decode(context.ids[: -1 if stopped else None])
+        turn = replace(
+            context.turn(talk, memory_before=""),
             query="\n".join(queries) if queries else None,
             hits=tuple(hits),
             bad_query=bad_query,
-            action_tokens=context.tokens["action"],
-            observation_tokens=context.tokens["observation"],
-            seconds=context.seconds,
-            weight_version=context.weight_version,
         )
         if on_turn is not None:
             on_turn(turn)

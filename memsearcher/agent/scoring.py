@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from memsearcher.agent.parsing import outside_think
 from memsearcher.types import StopReason, Trajectory
 
 Preset = Literal["paper", "sound", "release"]
@@ -85,6 +86,19 @@ def reward(trajectory: Trajectory, preset: Preset) -> tuple[float, dict[str, flo
 def with_reward(trajectory: Trajectory, preset: Preset) -> Trajectory:
     value, parts = reward(trajectory, preset)
     return replace(trajectory, reward=value, reward_parts=parts)
+
+
+def release_em(trajectory: Trajectory) -> float:
+    r"""EM as the release evaluates: the last box of the last complete message, thinking taken out.
+    Unlike ours it takes `\boxed Paris`, and a box in a memory that the last turn wrote."""
+    text, stopped = "", False
+    if trajectory.turns:
+        turn, stopped = trajectory.turns[-1], trajectory.stop is not StopReason.OVERLONG
+        if turn.memory_after is None:
+            text = outside_think(turn.action, thinking=True)
+        else:
+            text = turn.memory_after
+    return em(release_answer(text, stopped), trajectory.question.golds)
 
 
 def release_answer(text: str, stopped: bool) -> str | None:

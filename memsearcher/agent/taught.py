@@ -1,4 +1,4 @@
-"""An agent played by a teacher, one for each question: `roll_out` knows of one engine only."""
+"""An agent played by a teacher, a new one for each trajectory: `roll_out` knows of one engine."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from memsearcher.types import Question, Trajectory, Turn
 
 
 class Taught:
-    """`agent` with `teacher(question)` in place of whatever engine `run` is given."""
+    """`agent` with `teacher(question, member)` in place of whatever engine `run` is given."""
 
-    def __init__(self, agent: Agent, teacher: Callable[[Question], Engine]) -> None:
+    def __init__(self, agent: Agent, teacher: Callable[[Question, int], Engine]) -> None:
         self.k = agent.k
         self._agent, self._teacher = agent, teacher
 
@@ -29,7 +29,7 @@ class Taught:
         return await self._agent.run(
             question,
             member,
-            self._teacher(question),
+            self._teacher(question, member),
             search,
             sampling=sampling,
             max_turns=max_turns,

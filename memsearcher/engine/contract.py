@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """`temperature` 0 is greedy. `seed` fixes this request's draws whatever batch it lands in."""
+    """`temperature` 0 is greedy. `seed` fixes this request's draws whatever batch it lands in.
+    `constrained`: what follows <tool_call> can be parsed; log-probs are then those of what a call
+    may hold. For an engine opened with engine.constrained_calls."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -17,12 +19,14 @@ class Sampling:
     top_k: int = 0  # 0: off
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """`logprobs[i]` belongs to `ids[i]`, after temperature, natural log. `ids` ends with the stop
-    token when `stopped` is True; otherwise the limit was reached."""
+    token when `stopped` is True; otherwise the limit was reached. Every token was sampled under
+    `weight_version`: weights change only while nothing is being generated."""
 
     ids: list[int]
     logprobs: list[float]

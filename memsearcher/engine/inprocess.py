@@ -68,6 +68,8 @@ class InProcessEngine:
         return self._version
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        if sampling.constrained:
+            raise EngineFailed("the in-process engine cannot constrain what is sampled")
         room = self.model.config.max_position_embeddings
         if not prompt_ids or len(prompt_ids) + sampling.max_tokens > room:
             raise EngineFailed(

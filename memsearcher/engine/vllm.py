@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memsearcher import files
 from memsearcher.engine import plugin
+from memsearcher.engine.constrained import STRUCTURAL_TAG
 from memsearcher.engine.contract import Completion, EngineFailed, Sampling
 from memsearcher.engine.weights import complete, shapes_of, untied_folder
 from memsearcher.params import Params
@@ -26,6 +27,8 @@ from memsearcher.params import Params
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+UNCHANGED = "default"  # vLLM's name for the weights that it started with
 
 
 class VllmEngine:
@@ -42,11 +45,11 @@ class VllmEngine:
         """Blocks for the seconds that the engine core needs to start."""
         served = untied_folder(folder)
         sockets = Path(tempfile.mkdtemp(prefix="memsearcher-"))
-        with _environment(params, sockets):
+        with environment(params, sockets):
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
-                llm = AsyncLLM.from_engine_args(_arguments(params, served))
+                llm = AsyncLLM.from_engine_args(arguments(params, served))
             except BaseException as e:
                 files.remove(sockets)
                 if isinstance(e, RuntimeError):
@@ -62,7 +65,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.logprobs import FlatLogprobs
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         stops = sampling.stop_token_ids
         wanted = SamplingParams(
@@ -77,8 +80,12 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=(
+                StructuredOutputsParams(structural_tag=STRUCTURAL_TAG)
+                if sampling.constrained
+                else None
+            ),
         )
-        version = self._version
         self._running += 1
         try:
             async with self._cause("generation"):
@@ -89,6 +96,10 @@ class VllmEngine:
             self._running -= 1
         assert isinstance(done.logprobs, FlatLogprobs)
         ids = list(done.token_ids)
+        versions = [span.version for span in done.weight_versions or []]
+        if len(versions) != 1:
+            raise EngineFailed(f"the tokens of one request were sampled under weights {versions}")
+        version = 0 if versions[0] == UNCHANGED else int(versions[0])
         return Completion(
             ids, list(done.logprobs.logprobs), bool(ids) and ids[-1] in stops, version
         )
@@ -140,7 +151,7 @@ class VllmEngine:
             ) from e
 
 
-def _arguments(params: Params, folder: Path) -> "AsyncEngineArgs":
+def arguments(params: Params, folder: Path) -> "AsyncEngineArgs":
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -151,7 +162,7 @@ def _arguments(params: Params, folder: Path) -> "AsyncEngineArgs":
     alone = cpu and e.tensor_parallel == 1
     return AsyncEngineArgs(
         model=str(folder),
-        skip_tokenizer_init=True,  # tokens in, tokens out
+        skip_tokenizer_init=not e.constrained_calls,  # tokens in, tokens out
         dtype=e.dtype,
         seed=params.seed,
         max_model_len=params.agent.max_context_tokens,
@@ -179,7 +190,7 @@ def _arguments(params: Params, folder: Path) -> "AsyncEngineArgs":
 
 
 @contextmanager
-def _environment(params: Params, sockets: Path) -> Iterator[None]:
+def environment(params: Params, sockets: Path) -> Iterator[None]:
     """What vLLM reads from the environment, here and in the processes that it spawns; afterwards
     everything is as before (vLLM itself leaves LD_PRELOAD behind, which a JVM would inherit)."""
     before = dict(os.environ)

@@ -11,7 +11,7 @@ from memsearcher.learner.collate import Row, row
 from memsearcher.learner.deepspeed import Learner
 from memsearcher.learner.losses import ImitationLoss
 from memsearcher.training import Record, draw
-from memsearcher.types import StopReason, Trajectory
+from memsearcher.types import Trajectory
 
 COPY_WORDS = 12
 COPY_ROWS = 64
@@ -30,18 +30,6 @@ def copying_rows(words: Sequence[int], seed: int, step: int) -> list[Row]:
         ids = [rng.choice(words) for _ in range(COPY_WORDS)] * 2
         made.append(Row(ids, COPY_WORDS, [True] * COPY_WORDS, [0.0] * COPY_WORDS))
     return made
-
-
-def verdict(trajectory: Trajectory, keep_wrong: bool) -> str:
-    """`kept`, or why the trajectory is not an example. Needs its reward parts.
-
-    `keep_wrong` keeps every trajectory that ended by the teacher's own doing, mistakes included.
-    """
-    if trajectory.stop is StopReason.INFRA_FAILED or keep_wrong:
-        return "kept" if trajectory.stop is not StopReason.INFRA_FAILED else trajectory.stop.value
-    if trajectory.stop is not StopReason.ANSWERED or not trajectory.reward_parts["format"]:
-        return trajectory.stop.value
-    return "kept" if trajectory.reward_parts["em"] else "wrong answer"
 
 
 def examples(trajectories: Sequence[Trajectory]) -> list[Row]:

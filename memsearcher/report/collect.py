@@ -12,6 +12,7 @@ from memsearcher import files
 from memsearcher.evaluation import comparable
 from memsearcher.params import Params
 from memsearcher.published import COLUMNS, SETTINGS
+from memsearcher.report.ablation import Ablation, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,13 @@ class Evaluated:
     def setting(self) -> str:
         """Hash of everything that must agree before two policies are compared."""
         return files.digest(comparable(self.metrics["fingerprint"]))
+
+    def by_dataset(self) -> dict[str, dict[str, float]]:
+        """EM by benchmark and question."""
+        out: dict[str, dict[str, float]] = {}
+        for row in self.predictions:
+            out.setdefault(row["dataset"], {})[row["question_id"]] = float(row["em"])
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class Collected:
     curves: list[Curve]
     retrieval: dict
     stages: list[dict]
+    ablation: Ablation = field(default_factory=Ablation)
     missing: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
@@ -70,15 +79,17 @@ def collect(params: Params, root: Path = Path(".")) -> Collected:
     retrieval = results / "retrieval" / "metrics.json"
     if not retrieval.is_file():
         missing.append("retrieval quality: results/retrieval/metrics.json is not there")
+    ablation = read(root / "ablations", params.report.memory_caps)
     return Collected(
         params,
         policies,
         curves,
         files.read_json(retrieval) if retrieval.is_file() else {},
-        _stages(root / "work" / "stages.jsonl"),
-        missing,
-        list(_leftovers(params, results)),
-        _conflicts(policies),
+        _stages(root / "work"),
+        ablation,
+        [*missing, *ablation.missing],
+        [*_leftovers(params, results), *ablation.leftovers],
+        [*_conflicts(policies), *ablation.conflicts],
     )
 
 
@@ -161,9 +172,21 @@ def _conflicts(policies: list[Evaluated]) -> list[str]:
     return out
 
 
-def _stages(path: Path) -> list[dict]:
-    """The last finished run of each stage, in the order they ended. Empty where no journal is."""
+def _stages(work: Path) -> list[dict]:
+    """The last finished run of each stage, in the order they ended, with its run on MLflow as far
+    as the uploader has written it down. Empty where no journal is."""
+    path = work / "stages.jsonl"
     if not path.is_file():
         return []
+    runs: dict[str, dict] = {}
+    for link in sorted((work / "tracking" / "links").glob("*.json"), key=_age):
+        known = files.read_json(link)
+        for label, run in known["stages"].items():
+            runs[label] = {"experiment": known["experiment"], "run": run}
     last = {row["stage"]: row for row in files.read_jsonl(path) if row["status"] == "FINISHED"}
-    return sorted(last.values(), key=lambda row: str(row["ended"]))
+    ended = sorted(last.values(), key=lambda row: str(row["ended"]))
+    return [row | {"mlflow": runs.get(row["stage"])} for row in ended]
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime

@@ -16,8 +16,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from memsearcher import files
-from memsearcher.published import COLUMNS, ROWS
-from memsearcher.report import plots, tables
+from memsearcher.published import COLUMNS, LABELS, ROWS
+from memsearcher.report import exports, plots, tables
 from memsearcher.report.collect import Collected, deviations
 from memsearcher.types import Passage
 
@@ -41,6 +41,7 @@ def write(
     files.write_json(folder / "results.json", data)
     with files.atomic_write(folder / "results.md") as f:
         f.write(tables.markdown(data))
+    exports.write(found, folder)
     shown = _trajectories(found, folder / "data", look_up)
     figures = plots.figures(found)
     flat = [asdict(figure) for group in figures.values() for figure in group]
@@ -52,6 +53,7 @@ def write(
         "percent": tables.percent,
         "spread": tables.spread,
         "signed": tables.signed,
+        "si": tables.si,
         "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }
     html = environment.get_template("report.html.j2").render(
@@ -59,7 +61,7 @@ def write(
         found=found,
         figures=figures,
         columns=COLUMNS,
-        labels=tables.LABELS,
+        labels=LABELS,
         retrieval_tables=list(
             tables.retrieval(
                 found.retrieval, tables.shown_k(found.retrieval, found.params.search.k)
@@ -137,7 +139,8 @@ def _detail(row: dict, order: dict[str, int]) -> dict:
         hits = [[order.setdefault(id, len(order)), score] for id, score in turn["hits"]]
         shown = {"thinking": thinking.removeprefix("<think>").strip(), "action": action.strip()}
         turns.append(turn | shown | {"hits": hits})
-    return {"golds": row["golds"], "seconds": row["seconds"], "turns": turns}
+    tokens = sum(row["context_tokens"])
+    return {"golds": row["golds"], "seconds": row["seconds"], "tokens": tokens, "turns": turns}
 
 
 def _script(path: Path, function: str, value: object) -> None:

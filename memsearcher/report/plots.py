@@ -3,15 +3,14 @@ follow light and dark. A figure that has nothing to show is not made."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import fmean
 
-from memsearcher.published import COLUMNS
+from memsearcher.published import COLUMNS, LABELS
+from memsearcher.report import ablation
 from memsearcher.report.collect import Collected, Curve, Evaluated
-from memsearcher.report.tables import LABELS
+from memsearcher.report.figure import COLOURS, Figure, Plot, colours
 
-COLOURS = ("#3b82c4", "#e07b39", "#3a9d6e", "#b45fb5", "#c9a227", "#6b7a8f", "#c44d58", "#17a2a2")
 MISTAKES = {  # in the order in which things go wrong
     "right": "right",
     "not_answered": "in memory, not answered",
@@ -47,25 +46,13 @@ CURVES = {  # what people look at, in this order; a name that ends in * stands f
 }
 
 
-Plot = dict[str, object]  # a trace or a layout, as Plotly takes it
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """`small`: one of many in a grid."""
-
-    id: str
-    title: str
-    data: list[Plot]
-    layout: Plot
-    small: bool = False
-
-
 def figures(found: Collected) -> dict[str, list[Figure]]:
     """Figures by section of the page."""
     return {
         "results": list(_em(found.policies)),
-        "behaviour": [*_context(found), *_cost(found.policies), *_stops(found.policies)],
+        "behaviour": [*_context(found), *_stops(found.policies)],
+        "cost": list(_cost(found.policies)),
+        "ablation": list(ablation.figures(found.ablation.cells)),
         "errors": list(_mistakes(found.policies)),
         "retrieval": list(_recall(found.retrieval)),
     } | {curve.name: list(_steps(curve)) for curve in found.curves}
@@ -75,7 +62,7 @@ def _em(policies: Sequence[Evaluated]) -> Iterator[Figure]:
     if not policies:
         return
     data: list[Plot] = []
-    for policy, colour in zip(policies, _colours(policies), strict=True):
+    for policy, colour in zip(policies, colours(policies), strict=True):
         scores = policy.metrics["datasets"] | {"average": policy.metrics["average"]}
         keys = [key for key in (*COLUMNS, "average") if key in scores]
         em = [100 * scores[key]["em"] for key in keys]
@@ -97,7 +84,7 @@ def _steps(curve: Curve) -> Iterator[Figure]:
         chosen = [key for name in names for key in keys if fnmatchcase(key, name)]
         chosen = [key for key in chosen if any(row.get(key) for row in curve.rows)]
         data: list[Plot] = []
-        for key, colour in zip(chosen, _colours(chosen), strict=True):
+        for key, colour in zip(chosen, colours(chosen), strict=True):
             rows = [row for row in curve.rows if _finite(row.get(key))]
             line: Plot = {"type": "scatter", "name": _short(key), "y": [row[key] for row in rows]}
             line |= {"x": [row["step"] for row in rows], "line": {"color": colour, "width": 1.6}}
@@ -122,7 +109,7 @@ def _context(found: Collected) -> Iterator[Figure]:
         return
     data: list[Plot] = []
     longest = 1
-    for policy, colour in zip(found.policies, _colours(found.policies), strict=True):
+    for policy, colour in zip(found.policies, colours(found.policies), strict=True):
         turns = policy.metrics["behaviour"]["context_tokens_by_turn"]
         longest = max(longest, len(turns))
         common: Plot = {"type": "scatter", "x": [t["turn"] for t in turns]}
@@ -143,26 +130,34 @@ def _context(found: Collected) -> Iterator[Figure]:
     yield Figure("context", title, [*data, limit], layout)
 
 
+COSTS = {
+    "tokens": "Tokens of all contexts of a trajectory",
+    "flops": "Estimated FLOPs of a trajectory",
+    "seconds": "Seconds of a trajectory",
+}
+
+
 def _cost(policies: Sequence[Evaluated]) -> Iterator[Figure]:
-    """All contexts of a trajectory together: a straight line for a bounded memory, a parabola for a
-    history that grows (counted without a prefix cache)."""
-    data: list[Plot] = []
-    for policy, colour in zip(policies, _colours(policies), strict=True):
-        rows = _totals(policy)
-        line: Plot = {"type": "scatter", "mode": "lines+markers", "name": policy.name}
-        line |= {"x": [row["turns"] for row in rows], "y": [row["mean"] for row in rows]}
-        line |= {"text": [f"{row['n']} trajectories" for row in rows], "line": {"color": colour}}
-        data.append(line)
-    if data:
-        longest = max(row["turns"] for p in policies for row in _totals(p))
-        dtick = 1 if longest < 12 else None
-        layout: Plot = {"xaxis": {"title": "turns of the trajectory", "dtick": dtick}}
-        layout["yaxis"] = {"title": "tokens", "rangemode": "tozero"}
-        yield Figure("cost", "Tokens of all contexts of a trajectory", data, layout)
+    """By the trajectory's turns: a straight line for a bounded memory, a parabola for a history
+    that grows (counted without a prefix cache)."""
+    if not policies:
+        return
+    longest = max((row["turns"] for p in policies for row in _costs(p)), default=1)
+    for key, title in COSTS.items():
+        data: list[Plot] = []
+        for policy, colour in zip(policies, colours(policies), strict=True):
+            rows = [row for row in _costs(policy) if row["turns"]]
+            line: Plot = {"type": "scatter", "mode": "lines+markers", "name": policy.name}
+            line |= {"x": [row["turns"] for row in rows], "y": [row[key] for row in rows]}
+            line |= {"text": [f"{row['n']} trajectories" for row in rows]}
+            data.append(line | {"line": {"color": colour}})
+        layout: Plot = {"xaxis": {"title": "turns", "dtick": 1 if longest < 12 else None}}
+        layout |= {"yaxis": {"rangemode": "tozero", "exponentformat": "SI"}, "height": 290}
+        yield Figure(f"cost-{key}", title, data, layout, small=True)
 
 
-def _totals(policy: Evaluated) -> list[dict]:
-    return policy.metrics["behaviour"]["total_tokens_by_turns"]
+def _costs(policy: Evaluated) -> list[dict]:
+    return policy.metrics["behaviour"]["cost_by_turns"]
 
 
 def _stops(policies: Sequence[Evaluated]) -> Iterator[Figure]:
@@ -222,10 +217,6 @@ def _recall(retrieval: Mapping[str, Mapping[str, Mapping[str, dict]]]) -> Iterat
         if any(line["x"] for line in data):
             layout: Plot = {"xaxis": {"title": "k"}, "yaxis": {"range": [0, 102]}, "height": 240}
             yield Figure(measure, f"{title}, × 100, mean over the data sets", data, layout, True)
-
-
-def _colours(items: Sequence[object]) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(items))]
 
 
 def _finite(value: object) -> bool:

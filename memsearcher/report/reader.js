@@ -13,7 +13,7 @@
   function head(row, trajectory, others, close) {
     const back = h("button", { type: "button", class: "back" }, "‹ list");
     back.addEventListener("click", close);
-    const facts = [row.dataset, row.id, `${trajectory.seconds.toFixed(1)} s`, `${total(trajectory)} tokens read and written`];
+    const facts = [row.dataset, row.id, `${trajectory.seconds.toFixed(1)} s`, `${trajectory.tokens.toLocaleString("en")} tokens read and written`];
     return [
       back,
       h("h1", {}, row.question),
@@ -36,14 +36,10 @@
     return h("a", { href: `#t?${query}`, class: other.right === "1" ? "chip good" : "chip bad" }, text);
   }
 
-  function total(trajectory) {
-    const sum = trajectory.turns.reduce((all, { tokens: t }) => all + t.prompt + t.action + t.observation + t.memory, 0);
-    return sum.toLocaleString("en");
-  }
-
   function turn(turn, i, passageOf) {
     const t = turn.tokens;
-    const parts = [`prompt ${t.prompt}`, `action ${t.action}`, `passages ${t.observation}`, `memory ${t.memory}`];
+    const named = { prompt: t.prompt, action: t.action, passages: t.observation, memory: t.memory };
+    const parts = Object.entries(named).filter(([, n]) => n).map(([name, n]) => `${name} ${n}`);
     const seconds = Object.entries(turn.seconds).map(([name, value]) => `${name} ${value.toFixed(2)} s`);
     return h("section", { class: "turn" },
       h("h2", {}, `Turn ${i + 1}`, h("small", { title: "tokens" }, `${t.prompt + t.action + t.observation + t.memory} tokens: ${parts.join(" + ")}`)),

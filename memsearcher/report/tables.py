@@ -1,22 +1,15 @@
 """The tables, once as data (results.json), once as Markdown (results.md, and a run's end)."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import combinations
 
 from memsearcher import published
-from memsearcher.published import COLUMNS
-from memsearcher.report.collect import Collected, Evaluated, deviations
+from memsearcher.published import COLUMNS, LABELS
+from memsearcher.report import seeds
+from memsearcher.report.collect import Collected, deviations
 from memsearcher.statistics import paired
 
-LABELS = {
-    "nq": "NQ",
-    "triviaqa": "TriviaQA",
-    "popqa": "PopQA",
-    "hotpotqa": "HotpotQA",
-    "2wikimultihopqa": "2Wiki",
-    "musique": "MuSiQue",
-    "bamboogle": "Bamboogle",
-}
 INVENTED = (
     "The questions, names and passages of this run are invented (questions.kind is demo). "
     "Its figures show that the pipeline works. They do NOT compare with the published rows."
@@ -46,6 +39,8 @@ def results(found: Collected) -> dict:
             p.name: p.metrics | {"agent": p.agent, "setting": p.setting} for p in found.policies
         },
         "paired": paired_tests(found),
+        "over_seeds": {"averages": seeds.averages(found), "tests": seeds.tests(found)},
+        "ablation": ablation(found),
         "published": [
             {
                 "name": row.name,
@@ -74,7 +69,7 @@ def paired_tests(found: Collected) -> list[dict]:
     """Every pair of policies on the questions that both answered, where the settings agree."""
     out = []
     for first, second in combinations(found.policies, 2):
-        ours, theirs = _by_dataset(second), _by_dataset(first)
+        ours, theirs = second.by_dataset(), first.by_dataset()
         shared = {d: sorted(ours[d].keys() & theirs[d].keys()) for d in ours if d in theirs}
         shared = {d: ids for d, ids in shared.items() if ids}
         if not shared or first.setting != second.setting:
@@ -133,11 +128,28 @@ def shown_k(found: Mapping[str, Mapping[str, Mapping[str, dict]]], k: int) -> in
     return min(measured, key=lambda other: (abs(other - k), other), default=k)
 
 
-def _by_dataset(policy: Evaluated) -> dict[str, dict[str, float]]:
-    out: dict[str, dict[str, float]] = {}
-    for row in policy.predictions:
-        out.setdefault(row["dataset"], {})[row["question_id"]] = float(row["em"])
-    return out
+def ablation(found: Collected) -> list[dict]:
+    """Rows of the table by cap: {"policy", "cap", "cells": {benchmark: cell}}."""
+    rows: dict[tuple[str, int], dict] = {}
+    for cell in found.ablation.cells:
+        row = rows.setdefault((cell.policy, cell.cap), {"policy": cell.policy, "cap": cell.cap})
+        row.setdefault("cells", {})[cell.benchmark] = asdict(cell)
+    return [rows[key] for key in sorted(rows)]
+
+
+def si(value: float) -> str:
+    """
+    >>> si(23520.0), si(3.1e12), si(7)
+    ('23.5 k', '3.10 T', '7')
+    """
+    for size, letter in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return (
+                f"{value / size:.3g}{letter}"
+                if abs(value) >= 10 * size
+                else f"{value / size:.2f}{letter}"
+            )
+    return f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
@@ -173,6 +185,33 @@ def markdown(data: dict) -> str:
             counts = [str(test[key]) for key in ("n", "wins", "losses")]
             row = [test["policy"], test["baseline"], gap, *counts, f"{test['mcnemar_p']:.2g}"]
             lines.append(_line(row))
+    if data["over_seeds"]["averages"]:
+        lines += ["", "## Over training seeds", ""]
+        lines += [_line(["policy", "seeds", "average EM"]), _line(["---"] * 3)]
+        for row in data["over_seeds"]["averages"]:
+            cell = f"{percent(row['em'])} ({spread(row['interval'])})"
+            lines.append(_line([row["policy"], str(len(row["seeds"])), cell]))
+        names = ["policy", "baseline", "EM difference", "seeds", "n", "p"]
+        lines += ["", _line(names), _line(["---"] * len(names))]
+        for test in data["over_seeds"]["tests"]:
+            gap = f"{100 * test['em_difference']:+.1f} ({signed(test['interval'])})"
+            counts = ["{} and {}".format(*test["seeds"]), str(test["n"]), f"{test['p']:.2g}"]
+            lines.append(_line([test["policy"], test["baseline"], gap, *counts]))
+    if data["policies"]:
+        names = ["policy", "turns", "tokens", "FLOPs", "with the prefix kept", "seconds"]
+        lines += ["", "## Cost of a question", "", _line(names), _line(["---"] * len(names))]
+        for name, metrics in data["policies"].items():
+            b = metrics["behaviour"]
+            counts = [si(b[key]) for key in ("tokens", "flops", "flops_prefix_kept")]
+            seconds = f"{b['seconds_per_question']:.2f}"
+            lines.append(_line([name, f"{b['turns']:.2f}", *counts, seconds]))
+    if data["ablation"]:
+        names = ["policy", "memory cap", *LABELS.values(), "average"]
+        lines += ["", "## EM by memory cap", "", _line(names), _line(["---"] * len(names))]
+        for row in data["ablation"]:
+            cells = [row["cells"].get(key) for key in (*COLUMNS, "average")]
+            texts = [_em(c["em"]) if c else "–" for c in cells]
+            lines.append(_line([row["policy"], str(row["cap"]), *texts]))
     if data["published"]:
         lines += ["", "## Published rows, not measured here", ""]
         lines += [f"> **{INVENTED}**", ""] if data["invented_questions"] else []
@@ -186,6 +225,10 @@ def markdown(data: dict) -> str:
         if entries:
             lines += ["", f"## {title}", "", *(f"- {entry}" for entry in entries)]
     return "\n".join(lines) + "\n"
+
+
+def _em(interval: dict[str, float]) -> str:
+    return f"{percent(interval['mean'])} ({spread([interval['low'], interval['high']])})"
 
 
 def _line(cells: list[str]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from memsearcher.params import IndexKind
 from memsearcher.types import Hit, Passage
 
 
@@ -35,7 +36,7 @@ class Manifest:
     metric: str
     ntotal: int
     corpus_sha256: str
-    kind: str
+    kind: IndexKind
     shards: list[str]
 
 

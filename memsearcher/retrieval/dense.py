@@ -1,12 +1,16 @@
-"""FAISS over contiguous shards of the corpus, searched as one; a hit's position is its corpus line.
+"""Vectors in contiguous shards of the corpus, searched as one by FAISS or torch; a hit's position
+is its corpus line.
 
 Whoever opens the index compares its manifest with the encoder and the passages at hand.
 """
 
+import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,25 +20,32 @@ from memsearcher.files import BadInput
 from memsearcher.params import Index
 from memsearcher.retrieval.contract import Manifest, clean
 from memsearcher.retrieval.encoder import Encoder
+from memsearcher.retrieval.exact import ExactShard, devices
 from memsearcher.retrieval.passages import Passages
+from memsearcher.retrieval.plan import Plan, to_open
 from memsearcher.types import Hit, Passage
+
+if TYPE_CHECKING:
+    import faiss
 
 METRIC = "inner_product"
 BLOCK = 65_536  # vectors that are float32 at once while an index is built
 TRAIN_PER_LIST = 256  # vectors per IVF list that its training sees
 MIN_PER_LIST = 39  # FAISS warns below this
+BLAS_FROM = 4  # queries; FAISS's own 128,000 makes a flat search of 64 eleven times as slow
 
 
 def build_shard(
     vectors: NDArray[np.float16], index: Index, path: Path, on_added: Callable[[int], object]
 ) -> None:
-    """Writes a FAISS index of (n, dim) unit vectors; `on_added` hears how many went in."""
+    """Writes a FAISS index (kinds flat and ivf_sq8) of (n, dim) unit vectors; `on_added` hears how
+    many went in."""
     import faiss
 
     count, dim = vectors.shape
     built: faiss.Index
     if index.kind == "ivf_sq8":
-        lists = max(1, min(index.nlist, count // MIN_PER_LIST))
+        lists = lists_of(index, count)
         built = faiss.IndexIVFScalarQuantizer(
             faiss.IndexFlatIP(dim),
             dim,
@@ -55,10 +66,27 @@ def build_shard(
     faiss.write_index(built, str(path))
 
 
+def lists_of(index: Index, count: int) -> int:
+    """Inverted lists of a shard: fewer than asked for where it is too small to train them."""
+    return max(1, min(index.nlist, count // MIN_PER_LIST))
+
+
+def link_shard(vectors: Path, path: Path) -> None:
+    """Kind fp16: the embeddings are the index; one copy on the disk where it takes hard links."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(vectors, path)
+    except OSError:
+        shutil.copyfile(vectors, path)
+
+
 def write_manifest(folder: Path, manifest: Manifest, max_query_tokens: int, nprobe: int) -> None:
     """The manifest, and beside its fields what else changes the hits, so that DVC sees a change."""
     hashes = {name: files.sha256(folder / name) for name in manifest.shards}
-    extra = {"sha256": hashes, "max_query_tokens": max_query_tokens, "nprobe": nprobe}
+    extra: dict[str, object] = {"sha256": hashes, "max_query_tokens": max_query_tokens}
+    extra |= {"nprobe": nprobe}
+    if manifest.kind == "ivf_sq8":  # FAISS maps one that lacks its last bytes without a word
+        extra["bytes"] = {name: (folder / name).stat().st_size for name in manifest.shards}
     files.write_json(folder / "manifest.json", asdict(manifest) | extra)
 
 
@@ -70,25 +98,35 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**{f.name: row[f.name] for f in fields(Manifest)})
 
 
+def opening_plan(folder: Path) -> Plan:
+    """What opening the index takes. Raises BadInput where a shard is missing or cut short."""
+    manifest = read_manifest(folder)
+    sizes = files.read_json(folder / "manifest.json").get("bytes", {})
+    paths = [folder / name for name in manifest.shards]
+    for path in paths:
+        if not path.is_file():
+            raise BadInput(f"{path}: no such file, the manifest names it")
+        size = path.stat().st_size
+        if size != sizes.get(path.name, size):
+            raise BadInput(f"{path}: {size} bytes, its manifest says {sizes[path.name]}")
+    return to_open(folder, manifest.kind, manifest.ntotal, manifest.dim, paths)
+
+
 class DenseIndex:
-    """The shards of data/index, memory-mapped. Refuses a shard that is missing, cut short, of
-    another dimension, or a sum that is not the manifest's."""
+    """The shards of data/index, memory-mapped (on GPUs for kind fp16, where there are any). Refuses
+    what does not fit in memory, a shard that is missing, cut short, of another dimension, or a sum
+    that is not the manifest's."""
 
     def __init__(self, folder: Path) -> None:
-        import faiss
-
-        self.manifest = read_manifest(folder)
+        self.manifest = manifest = read_manifest(folder)
+        self.plan = opening_plan(folder)
+        self.plan.check()
         self._shards, self._starts, total = [], [], 0
-        for name in self.manifest.shards:
+        for number, name in enumerate(manifest.shards):
             path = folder / name
-            if not path.is_file():
-                raise BadInput(f"{path}: no such file, the manifest names it")
-            try:
-                shard = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-            except RuntimeError as e:
-                raise BadInput(f"{path}: not a whole FAISS index: {_last_line(e)}") from e
-            if shard.d != self.manifest.dim:
-                raise BadInput(f"{path}: dimension {shard.d}, manifest: {self.manifest.dim}")
+            shard = _open_shard(path, manifest, number)
+            if shard.d != manifest.dim:
+                raise BadInput(f"{path}: dimension {shard.d}, manifest: {manifest.dim}")
             self._shards.append(shard)
             self._starts.append(total)
             total += shard.ntotal
@@ -111,6 +149,19 @@ class DenseIndex:
                     if r >= 0
                 ]
         return [sorted(hits, key=lambda hit: (-hit[1], hit[0]))[:k] for hits in found]
+
+
+def _open_shard(path: Path, manifest: Manifest, number: int) -> "ExactShard | faiss.Index":
+    if manifest.kind == "fp16":
+        places = devices()
+        return ExactShard(path, manifest.dim, places[number % len(places)])
+    import faiss
+
+    faiss.cvar.distance_compute_blas_threshold = BLAS_FROM
+    try:
+        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as e:
+        raise BadInput(f"{path}: not a whole FAISS index: {_last_line(e)}") from e
 
 
 def check(manifest: Manifest, encoder: Encoder, passages: Passages) -> None:

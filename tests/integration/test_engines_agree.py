@@ -3,18 +3,25 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import yaml
+from conftest import save_byte_tokenizer
 
+from flows.compose import composed
+from memsearcher.agent.chat import Chat
+from memsearcher.agent.parsing import Search, parse_action
 from memsearcher.engine.contract import Completion, EngineFailed, Sampling
 from memsearcher.engine.weights import untied_export
-from memsearcher.files import ROOT
-from memsearcher.params import load
+from memsearcher.learner.collate import Row
+from memsearcher.params import Params, validate
+from memsearcher.training import WeightsDiffer, probe
+from memsearcher.types import StopReason
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-4  # float32, |log-prob|; seen: 2e-5
@@ -58,25 +65,24 @@ def pair(request, run, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp(request.param)
     model = make_policy(folder, tied=request.param == "tied")
-    params = load(ROOT / "params.yaml")
-    params = replace(
-        params,
-        agent=replace(params.agent, max_context_tokens=512),
-        engine=replace(params.engine, kind="vllm", dtype="float32", threads=1, memory_gib=0.25),
-    )
-    engine = run(VllmEngine.open(params, folder))
+    engine = run(VllmEngine.open(parameters(), folder))
     yield engine, model
     run(engine.close())
+
+
+def parameters(*changes: str) -> Params:
+    small = ("agent.max_context_tokens=512", "engine.threads=1", "engine.memory_gib=0.25")
+    return validate(yaml.safe_load(composed([*small, *changes])))
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
     return [(salt + 7 * i + i * i) % VOCABULARY for i in range(length)]
 
 
-async def gap(engine, model, temperature: float = 1.0) -> float:
+async def gap(engine, model, temperature: float = 1.0, count: int = 16) -> float:
     """Largest |Δ log-prob| of sampled tokens; prompts of 5 to 305 tokens, so of up to 9 blocks."""
-    prompts = [prompt(5 + 20 * n, salt=n) for n in range(16)]
-    wanted = [Sampling(16, temperature, seed=n) for n in range(16)]
+    prompts = [prompt(5 + 20 * (n % 16), salt=n) for n in range(count)]
+    wanted = [Sampling(16, temperature, seed=n) for n in range(count)]
     done = await asyncio.gather(*map(engine.generate, prompts, wanted))
     return max(
         (logprobs(model, ids, each.ids, temperature) - torch.tensor(each.logprobs)).abs().max()
@@ -120,6 +126,109 @@ def test_after_every_update_the_engine_is_the_new_policy(run, pair):  # C23
         assert run(gap(engine, model)) < BOUND
     assert run(gap(engine, model, 0.6)) < BOUND
     assert run(engine.generate(prompt(5), Sampling(1))).weight_version == 3
+
+
+def test_two_hundred_contexts_agree_after_twenty_updates(run, pair):
+    engine, model = pair
+    assert run(gap(engine, model, count=200)) < BOUND
+    for _ in range(20):
+        train(model)
+        run(engine.update_weights(export(model)))
+    assert run(gap(engine, model, count=200)) < BOUND
+    assert run(probed(engine, model)) < BOUND
+
+
+class Scorer:
+    """What the probe asks of a learner."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        each = (logprobs(self.model, r.ids[: r.start], r.ids[r.start :], 1.0) for r in rows)
+        return [values.tolist() for values in each]
+
+
+async def probed(engine, model) -> float:
+    prompts = [prompt(40, salt=n) for n in range(4)]
+    return await probe(engine, Scorer(model), prompts, Sampling(16), BOUND)
+
+
+def test_the_naive_reload_of_a_tied_policy_fails_the_probe(run, tmp_path_factory, tmp_path):
+    """A folder served tied as it is, and its own parameters sent as they are."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from memsearcher.engine import transfer
+    from memsearcher.engine.vllm import VllmEngine, arguments, environment
+
+    folder = tmp_path_factory.mktemp("naive")
+    model, params = make_policy(folder, tied=True), parameters()
+    with environment(params, tmp_path):
+        llm = AsyncLLM.from_engine_args(arguments(params, folder))
+    naive = VllmEngine(llm, tmp_path / "sockets", {})
+    try:
+        assert run(probed(naive, model)) < BOUND
+        train(model)
+        run(transfer.send(llm, model.named_parameters(), 1))
+        assert run(llm.reset_prefix_cache())
+        with pytest.raises(WeightsDiffer, match="after the update"):
+            run(probed(naive, model))
+    finally:
+        run(naive.close())
+
+
+def babbler(folder: Path) -> torch.nn.Module:
+    """Draws each token alone, whatever stands before it: letters, and often what a call is made of.
+    The hidden state is (8, 0, 0, …) everywhere, so a token's logit is 8 × its row's first value."""
+    save_byte_tokenizer(folder)
+    model, chat = make_policy(folder, tied=False), Chat(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
+        model.lm_head.weight.zero_()
+        for piece in ("<tool_call>", "</tool_call>", '"', "}", "</think>"):
+            (token,) = chat.trusted(piece)
+            model.lm_head.weight[token, 0] = 4.0 / 8
+    model.save_pretrained(folder)
+    return model
+
+
+def test_two_data_parallel_engines_and_calls_that_can_be_parsed(run, tmp_path):
+    """Both options at once, since an engine takes seconds to start. Prompts are spread over the two
+    engine cores, so both must have got the weights."""
+    from memsearcher.engine.vllm import VllmEngine
+
+    model, chat = babbler(tmp_path), Chat(tmp_path)
+    options = ("engine.data_parallel=2", "engine.constrained_calls=true", "engine.memory_gib=0.1")
+    engine = run(VllmEngine.open(parameters(*options), tmp_path))
+    try:
+        cores = [p for p in psutil.Process().children() if "EngineCore" in _title(p)]
+        assert len(cores) == 2
+
+        async def calls(constrained: bool) -> list[str]:
+            free = Sampling(64, stop_token_ids=(chat.end_id,), constrained=constrained)
+            wanted = [replace(free, seed=n) for n in range(16)]
+            said = await asyncio.gather(*(engine.generate([1, 2, 3], each) for each in wanted))
+            texts = [chat.decode(each.ids) for each in said]
+            begun = [t[t.find("<tool_call>") :] for t in texts if "<tool_call>" in t]
+            return [t for t in begun if "</tool_call>" in t]
+
+        kept = [parse_action(f"</think>{text}", True) for text in run(calls(True))]
+        assert len(kept) > 5
+        assert all(isinstance(each, Search) for each in kept), kept
+        free = [parse_action(f"</think>{text}", True) for text in run(calls(False))]
+        assert StopReason.BAD_TOOL_CALL in free
+
+        assert run(gap(engine, model)) < BOUND
+        train(model)
+        assert run(gap(engine, model)) > 0.1
+        run(engine.update_weights(export(model)))
+        assert run(gap(engine, model)) < BOUND
+        assert run(engine.generate([1], Sampling(1))).weight_version == 1
+    finally:
+        run(engine.close())
 
 
 def test_an_export_that_is_not_whole_changes_nothing(run, pair):  # C24

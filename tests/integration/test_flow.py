@@ -38,7 +38,7 @@ def ran(root: Path) -> list[str]:
     return names
 
 
-def wait_for(path: Path, process: subprocess.Popen, timeout_s: float = 120) -> None:
+def wait_for(path: Path, process: subprocess.Popen, timeout_s: float = 400) -> None:
     end = time.monotonic() + timeout_s
     while not path.is_file():
         assert process.poll() is None, "the flow ended before its stage started"

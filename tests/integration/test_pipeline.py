@@ -111,6 +111,19 @@ def test_mlflow_has_a_parent_and_a_child_per_stage(root: Path) -> None:
     assert train.data.params["train.steps"] == "2"
     assert train.data.tags["fingerprint"]
     assert train.data.metrics["stage_seconds"] > 0
+    assert "system/cpu_utilization_percentage" in train.data.metrics
+    datasets = {each.dataset.name for each in train.inputs.dataset_inputs}
+    assert datasets == {"train", "dev"}
+    (made,) = train.outputs.model_outputs
+    model = client.get_logged_model(made.model_id)
+    assert model.params["path"] == "models/train/memsearcher"
+    measured = {metric.key for metric in model.metrics}
+    assert {"dev_em", "em_average", "em_nq"} <= measured  # of training and of evaluation
+    assert client.search_model_versions("name = 'memsearcher-smoke.memsearcher'")
+    traces = client.search_traces(locations=[experiment.experiment_id], run_id=train.info.run_id)
+    assert {trace.info.tags["step"] for trace in traces} == {"1", "2"}
+    spans = {span.name for span in traces[0].data.spans}
+    assert {"trajectory", "turn 1", "generate"} <= spans
 
 
 def test_the_flow_finds_all_of_it_cached(root: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import python, tiny_policy
+from tiny import Digits, python, tiny_policy
 
 from memsearcher import files
 from memsearcher.params import load
@@ -177,8 +177,9 @@ def _train(root: Path, name: str, marks: int) -> None:
     from memsearcher.learner.deepspeed import Learner
     from memsearcher.learner.ranks import Ranks
     from memsearcher.learner.settings import Settings
+    from memsearcher.steps import Parts
     from memsearcher.types import Hit, Question, Trajectory, Turn
-    from stages.train import Parts, _steps
+    from stages.train import _steps
 
     def mark(phase: str, entered: bool) -> None:
         os.write(marks, f"{phase} {int(entered)} {time.monotonic()}\n".encode())
@@ -220,7 +221,9 @@ def _train(root: Path, name: str, marks: int) -> None:
                 if (number, member) == (0, 0):
                     mark("rollout", False)
                 mask = [True] * len(done.ids)
-                turns.append(Turn(prompt, done.ids, mask, done.logprobs, "", ""))
+                version = done.weight_version
+                said_now = (done.ids, mask, done.logprobs, "", "")
+                turns.append(Turn(prompt, *said_now, weight_version=version))
                 said += done.ids
             answer = "odd" if sum(said) % 2 else "even"
             return Trajectory(question, member, tuple(turns), StopReason.ANSWERED, answer)
@@ -242,4 +245,5 @@ def _train(root: Path, name: str, marks: int) -> None:
     engine = InProcessEngine(root / "policy", dtype="float32", max_num_seqs=64)
     questions = [Question(str(i), "nq", "?", ("even",)) for i in range(10, 20)]
     learner = Marked.open(settings, Ranks(1))
-    asyncio.run(_steps(job, Parts(Coin(), engine, One(), learner, questions, questions[:2])))
+    parts = Parts(Coin(), engine, One(), learner, questions, questions[:2], Digits())
+    asyncio.run(_steps(job, parts))

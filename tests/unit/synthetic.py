@@ -3,6 +3,7 @@
 PYTHONPATH=. python tests/unit/synthetic.py FOLDER [QUESTIONS]
 """
 
+import math
 import random
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ from pathlib import Path
 import yaml
 
 from flows.compose import composed
-from memsearcher import evaluation, files
+from memsearcher import evaluation, files, transcripts
+from memsearcher.cost import ModelSize
 from memsearcher.params import Params, validate
 from memsearcher.published import COLUMNS
 from memsearcher.report import page
@@ -26,6 +28,11 @@ NAMES = (
     *("Marel", "Tovin", "Osk", "Brenner", "Lia", "Caldrow", "Istvan", "Pelt", "Noor", "Vasska"),
     *("Edda", "Quill", "Tam", "Orriel"),
 )
+
+
+ENTRY = "model: null, after: data/questions"
+REACT = (f"+policies.react={{agent: react, {ENTRY}}}",)
+SEED = (f"+policies.memsearcher-seed2={{agent: memsearcher, {ENTRY}}}",)
 
 
 def params(*overrides: str) -> Params:
@@ -88,6 +95,34 @@ def trajectory(
     return Trajectory(question, 0, (*turns, last), StopReason.ANSWERED, answer)
 
 
+def as_history(attempt: Trajectory) -> Trajectory:
+    """The same attempt in one context that grows, as ReAct makes it: one Turn of all."""
+    first, size = attempt.turns[0], len(attempt.turns)
+    tokens = 20 * size + 90 * (size - 1)
+    mask = [place % 110 < 20 for place in range(tokens)]
+    queries = [turn.query for turn in attempt.turns if turn.query is not None]
+    whole = replace(
+        first,
+        response_ids=[0] * tokens,
+        mask=mask,
+        sampler_logprobs=[0.0] * tokens,
+        action="".join(turn.action for turn in attempt.turns),
+        memory_before="",
+        query="\n".join(queries) or None,
+        hits=tuple(hit for turn in attempt.turns for hit in turn.hits),
+        memory_after=None,
+        memory_cut=False,
+        action_tokens=20 * size,
+        observation_tokens=90 * (size - 1),
+        memory_tokens=0,
+    )
+    return replace(attempt, turns=(whole,))
+
+
+def said(ids: list[int]) -> str:
+    return f" find it </think> ({len(ids)} tokens)"
+
+
 def write_results(root: Path, settings: Params, questions: int, corpus: list[Passage]) -> None:
     by_id = {p.id: p for p in corpus}
     for number, (name, entry) in enumerate(settings.policies.items()):
@@ -95,14 +130,18 @@ def write_results(root: Path, settings: Params, questions: int, corpus: list[Pas
         for dataset in COLUMNS:
             for i in range(questions):
                 rng = random.Random(f"{dataset} {i}")
-                made.append(trajectory(rng, dataset, i, corpus, 0.25 + 0.3 * number))
+                made.append(trajectory(rng, dataset, i, corpus, min(0.9, 0.25 + 0.3 * number)))
         react = entry.agent == "react"
+        made = [as_history(each) for each in made] if react else made
         rows = [evaluation.predict(t, by_id.__getitem__, keeps_history=react) for t in made]
         at = root / "results" / "evaluate" / name
         files.write_jsonl(at / "predictions.jsonl", rows)
-        files.write_jsonl(at / "trajectories.jsonl", map(evaluation.readable, made))
+        told = [transcripts.readable(t, said, keeps_history=react) for t in made]
+        files.write_jsonl(at / "trajectories.jsonl", told)
         fingerprint = {"policy": f"hash of {name}", "agent": entry.agent, "sample": None}
-        metrics = evaluation.summarise(rows, [0.7] * len(rows), 1) | {"fingerprint": fingerprint}
+        seconds = [sum(sum(turn.seconds.values()) for turn in t.turns) for t in made]
+        metrics = evaluation.summarise(rows, seconds, 1, ModelSize(800_000, 3, 128))
+        metrics["fingerprint"] = fingerprint
         files.write_json(at / "metrics.json", metrics | {"policy": name, "agent": entry.agent})
 
 
@@ -141,19 +180,44 @@ def write_retrieval(root: Path, settings: Params) -> None:
     files.write_json(root / "results" / "retrieval" / "metrics.json", found)
 
 
+def write_ablation(root: Path, caps: tuple[int, ...] = (64, 128, 256), seeds: int = 2) -> None:
+    rng = random.Random(5)
+    rows = []
+    for cap in caps:
+        for seed in range(seeds):
+            for name in (*COLUMNS, "average"):
+                em = 0.3 + 0.1 * math.log2(cap / 32) * (name != "bamboogle") + 0.04 * rng.random()
+                row = {"name": "memory", "overrides": {"agent.max_memory_tokens": cap}}
+                row |= {"seed": seed, "policy": "memsearcher", "benchmark": name, "em": em}
+                row |= {"low": em - 0.07, "high": em + 0.07, "n": 40, "cut_rate": 4 / cap}
+                print_ = {"budgets": {"max_memory_tokens": cap}, "policy": str(cap), "sample": None}
+                rows.append(row | {"fingerprint": print_})
+    files.write_jsonl(root / "ablations" / "memory.jsonl", rows)
+
+
+def write_stages(root: Path) -> None:
+    row = {"status": "FINISHED", "seconds": 3.2, "peak_mib": 210}
+    rows = [row | {"stage": name} for name in ("corpus", "train@memsearcher")]
+    rows = [each | {"ended": f"2026-11-29T19:00:0{i}Z"} for i, each in enumerate(rows)]
+    files.write_jsonl(root / "work" / "stages.jsonl", rows)
+    link = {"experiment": "1", "run": "p", "stages": {"train@memsearcher": "abcdef0123456789"}}
+    files.write_json(root / "work" / "tracking" / "links" / "1.json", link | {"whole": True})
+
+
 def write_report(root: Path, settings: Params, corpus: list[Passage]) -> dict:
     run = {"commit": "abc", "machine": "2 cores", "packages": {"torch": "2.13.0"}}
+    run |= {"hashes": {"params.yaml": "f00"}, "mlflow": "http://127.0.0.1:5000"}
     found = collect(settings, root)
     return page.write(found, root / "report", lambda ids: (p for p in corpus if p.id in ids), run)
 
 
 if __name__ == "__main__":
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
-    chosen = params(f"report.trajectories_per_benchmark={count}")
+    chosen = params(f"report.trajectories_per_benchmark={count}", *REACT, *SEED)
     encyclopedia = passages(2000)
     write_results(folder, chosen, count, encyclopedia)
     write_curves(folder, chosen)
     write_retrieval(folder, chosen)
-    row = {"stage": "corpus", "status": "FINISHED", "seconds": 3.2, "peak_mib": 210}
-    files.write_jsonl(folder / "work" / "stages.jsonl", [row | {"ended": "2026-11-29T19:00:00Z"}])
+    write_ablation(folder)
+    write_stages(folder)
     write_report(folder, chosen, encyclopedia)

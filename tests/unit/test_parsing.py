@@ -53,7 +53,13 @@ def _call(body: str) -> str:
         (_call('{"query": "x"}'), Search("x")),
         (_call('\n{"query": " x "}\n'), Search("x")),
         (_call('{"name": "search", "arguments": {"query": "x"}}'), Search("x")),
-        (_call('{"name": "search", "arguments": {"query": "x", "top_n": -1}}'), Search("x")),
+        (_call('{"name": "search", "arguments": {"query": "x", "top_n": -1}}'), Search("x", -1)),
+        (_call('{"query": "x", "top_n": 1000000}'), Search("x", 1_000_000)),
+        (_call('{"query": "x", "top_n": "3"}'), Search("x")),
+        (_call('{"query": "x", "top_n": 2.5}'), Search("x")),
+        (_call('{"query": "x", "top_n": true}'), Search("x")),
+        (_call('{"query": "x", "top_n": null}'), Search("x")),
+        (_call('{"query": "x", "top_n": []}'), Search("x")),
         (_call('{"name": "weather", "arguments": {"query": "x"}}'), BAD),
         (_call('{"name": ["search"], "arguments": {"query": "x"}}'), BAD),
         (_call("{'query': 'x'}"), BAD),
@@ -83,6 +89,21 @@ def _call(body: str) -> str:
 def test_the_table_of_actions(text: str, outcome: object) -> None:
     assert parse_action(text, True) == outcome
     assert parse_action(text, False) is StopReason.OVERLONG
+
+
+@pytest.mark.parametrize(
+    ("top_n", "max_k", "k"),
+    [
+        (7, None, 3),
+        (None, 10, 3),
+        (7, 10, 7),
+        (0, 10, 1),
+        (-1, 10, 1),
+        (1_000_000, 10, 10),
+    ],
+)
+def test_k_is_ours_or_clamped(top_n: int | None, max_k: int | None, k: int) -> None:
+    assert Search("x", top_n).passages(3, max_k) == k
 
 
 @pytest.mark.parametrize(

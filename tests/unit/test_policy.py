@@ -116,3 +116,7 @@ def test_smollm2_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     said = model.generate(**ids, max_new_tokens=12, do_sample=False)[0][ids["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(said)
+    chat = Chat(folder)
+    controls = [chat.decode([i]) for i in sorted(chat.control_ids)]
+    assert "<|im_end|>" in controls
+    assert chat.control_ids.isdisjoint(chat.plain(" ".join(controls)))

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import synthetic
+import yaml
 
 from memsearcher import files
+from memsearcher.files import BadInput
 from memsearcher.params import Params
 from memsearcher.report.collect import collect, deviations
 from memsearcher.types import Passage
@@ -188,6 +190,96 @@ def test_other_settings_are_never_compared_silently(root: Path, corpus: list[Pas
     data = synthetic.write_report(root, SETTINGS, corpus)
     assert "Not comparable: memsearcher and untrained differ in sample." in data["notices"]
     assert {(t["policy"], t["baseline"]) for t in data["paired"]} == {("warmup", "untrained")}
+
+
+def test_memory_caps_are_shown_as_far_as_the_parameters_name_them(
+    root: Path, corpus: list[Passage]
+) -> None:
+    """C25."""
+    synthetic.write_ablation(root, caps=(256, 512, 1024))
+    data = synthetic.write_report(root, SETTINGS, corpus)
+    assert [row["cap"] for row in data["ablation"]] == [256, 512, 1024]
+    cell = data["ablation"][0]["cells"]["musique"]
+    assert cell["seeds"] == [0, 1]
+    assert cell["em"]["low"] < cell["em"]["mean"] < cell["em"]["high"]
+    assert len(cell["fingerprints"]) == 2
+    assert data["notices"] == [data["notices"][0]]  # nothing but that the questions are invented
+    assert "fig-caps-0" in html(root)
+
+    fewer = synthetic.params("report.memory_caps=[128,256,512]")
+    data = synthetic.write_report(root, fewer, corpus)
+    assert [row["cap"] for row in data["ablation"]] == [256, 512]
+    assert "1,024" not in html(root)
+    assert data["leftovers"] == ["ablations: memory cap 1024"]
+    assert data["missing"] == ["memory cap 128: no row of it in ablations"]
+
+
+def test_an_ablation_over_other_settings_or_a_broken_line_is_said(root: Path) -> None:
+    synthetic.write_ablation(root)
+    path = root / "ablations" / "memory.jsonl"
+    rows = list(files.read_jsonl(path))
+    rows[0]["fingerprint"]["sample"] = 10
+    evaluated = rows[1] | {"overrides": {"evaluate.max_memory_tokens": 64}}
+    files.write_jsonl(path, [*rows, evaluated, rows[2] | {"overrides": {"seed": 3}}])
+    found = collect(SETTINGS, root)
+    assert found.conflicts == ["rows of the memory ablation differ in sample"]
+    assert {cell.policy for cell in found.ablation.cells} == {
+        "memsearcher",
+        "memsearcher, in evaluation only",
+    }
+    del rows[4]["em"]
+    files.write_jsonl(path, rows)
+    with pytest.raises(BadInput, match=r"memory\.jsonl:5: no em"):
+        collect(SETTINGS, root)
+
+
+def test_training_seeds_are_also_shown_together(tmp_path: Path, corpus: list[Passage]) -> None:
+    seeds = synthetic.params(*synthetic.SEED)
+    synthetic.write_results(tmp_path, seeds, 10, corpus)
+    data = synthetic.write_report(tmp_path, seeds, corpus)
+    (row,) = data["over_seeds"]["averages"]
+    assert row["seeds"] == ["memsearcher", "memsearcher-seed2"]
+    ems = [data["policies"][name]["average"]["em"] for name in row["seeds"]]
+    assert row["em"] == pytest.approx(sum(ems) / 2)
+    tests = {(t["policy"], t["baseline"]): t for t in data["over_seeds"]["tests"]}
+    assert set(tests) == {("memsearcher", "untrained"), ("memsearcher", "warmup")}
+    assert tests["memsearcher", "warmup"]["seeds"] == [2, 1]
+    assert "Over training seeds" in html(tmp_path)
+    assert "## Over training seeds" in (tmp_path / "report" / "results.md").read_text("utf-8")
+
+
+def test_cost_growth_and_links_are_there(root: Path, corpus: list[Passage]) -> None:
+    both = synthetic.params(*synthetic.REACT)
+    synthetic.write_results(root, both, 40, corpus)
+    synthetic.write_stages(root)
+    data = synthetic.write_report(root, both, corpus)
+    ours, history = (data["policies"][n]["behaviour"] for n in ("memsearcher", "react"))
+    assert (
+        ours["growth"]["tokens"]["exponent"] < 1.2 < 1.8 < history["growth"]["tokens"]["exponent"]
+    )
+    assert history["flops"] > history["flops_prefix_kept"]
+    assert (
+        history["context_tokens_by_turn"][3]["mean"] > 3 * ours["context_tokens_by_turn"][3]["mean"]
+    )
+    links = {row["stage"]: row["mlflow"] for row in data["stages"]}
+    assert links["train@memsearcher"] == {"experiment": "1", "run": "abcdef0123456789"}
+    assert links["corpus"] is None
+    assert "http://127.0.0.1:5000/#/experiments/1/runs/abcdef0123456789" in html(root)
+
+
+def test_dvc_finds_its_metrics_and_plots(root: Path, corpus: list[Passage]) -> None:
+    synthetic.write_report(root, SETTINGS, corpus)
+    declared = yaml.safe_load((files.ROOT / "dvc.yaml").read_text())
+    for path in declared["metrics"]:
+        assert files.read_json(root / path)["memsearcher"]["em_average"] > 0
+    for plot in declared["plots"]:
+        ((folder, axes),) = plot.items()
+        tables = sorted((root / folder).glob("*.csv"))
+        assert tables, folder
+        for table in tables:
+            head, *rows = table.read_text().splitlines()
+            assert {axes["x"], axes["y"]} == set(head.split(","))
+            assert rows
 
 
 def test_deviations_from_the_paper_come_from_the_parameters() -> None:

@@ -1,8 +1,6 @@
 """Encoder, FAISS shards and what they refuse."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from memsearcher.retrieval.dense import (
 from memsearcher.retrieval.encoder import Encoder, locate
 from memsearcher.retrieval.passages import Passages
 from memsearcher.types import Passage
-from stages.encode import bounds, write_vectors
 
 FLAT = Index(kind="flat", nlist=4, nprobe=2)
 IVF = Index(kind="ivf_sq8", nlist=8, nprobe=3)
@@ -34,7 +31,9 @@ ENCODE = Encode(
     max_query_tokens=16,
     max_passage_tokens=32,
     batch_size=2,
+    precision="float32",
     shards=[0],
+    published_index=None,
 )
 PASSAGES = [
     Passage("p1", "Marel Tovin", "Marel Tovin is a film director."),
@@ -86,14 +85,14 @@ def make_passages(folder: Path, passages: list[Passage]) -> Passages:
     return Passages(folder)
 
 
-def test_shards_answer_as_one_exact_search(tmp_path: Path) -> None:
-    vectors = unit_vectors(501, 24).astype(np.float16).astype(np.float32)
-    queries = unit_vectors(50, 24, seed=1)
-    index = make_index(tmp_path / "i", [vectors[:200], vectors[200:200], vectors[200:]], FLAT)
-    exact = queries @ vectors.T
-    for row, hits in enumerate(index.search(queries, 10)):
-        assert [position for position, _ in hits] == np.argsort(-exact[row])[:10].tolist()
-        assert [s for _, s in hits] == pytest.approx(np.sort(exact[row])[::-1][:10], abs=1e-5)
+def test_two_swapped_lines_are_another_corpus(tmp_path: Path, encoder: Encoder) -> None:
+    right = make_passages(tmp_path / "right", PASSAGES)
+    swapped = make_passages(tmp_path / "swapped", [PASSAGES[1], PASSAGES[0], PASSAGES[2]])
+    vectors = unit_vectors(3, encoder.dim)
+    index = make_index(tmp_path / "i", [vectors], FLAT, corpus_sha256=right.sha256)
+    check(index.manifest, encoder, right)
+    with pytest.raises(BadInput, match=f"'{right.sha256}' in the index and '{swapped.sha256}'"):
+        check(index.manifest, encoder, swapped)
 
 
 @pytest.mark.parametrize("index", [FLAT, IVF], ids=lambda i: i.kind)
@@ -207,37 +206,3 @@ def test_unknown_encoders_are_named() -> None:
     with pytest.raises(BadInput, match="/no/such/folder: no such folder"):
         locate("/no/such/folder", None)
     assert locate("intfloat/e5-base-v2", "f52b").revision == "f52b"
-
-
-def test_shards_cover_the_corpus_once() -> None:
-    for count, shards in ((10, 3), (2, 4), (53_428, 2), (7, 7)):
-        edges = [bounds(count, shards, i) for i in range(shards)]
-        assert edges[0][0] == 0
-        assert edges[-1][1] == count
-        assert all(a[1] == b[0] for a, b in pairwise(edges))
-
-
-def test_encoding_that_was_interrupted_goes_on_and_ends_with_the_same_bytes(
-    tmp_path: Path, encoder: Encoder
-) -> None:
-    """A chunk is 16 passages here; the run breaks inside the third one."""
-    passages = [Passage(str(i), f"Title {i}", "word " * (i % 7)) for i in range(40)]
-
-    def breaking() -> Iterator[Passage]:
-        yield from passages[:35]
-        raise ConnectionError("unplugged")
-
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
-    assert write_vectors(encoder, iter(passages), 40, tmp_path / "whole") == 40
-    with pytest.raises(ConnectionError):
-        write_vectors(encoder, breaking(), 40, tmp_path / "resumed")
-    with open(tmp_path / "resumed" / "vectors.f16", "ab") as f:
-        f.write(b"half a row")  # what a kill in the middle of a write leaves behind
-    assert write_vectors(encoder, iter(passages), 40, tmp_path / "resumed") == 8
-    whole = (tmp_path / "whole" / "vectors.f16").read_bytes()
-    assert len(whole) == 40 * encoder.dim * 2
-    assert (tmp_path / "resumed" / "vectors.f16").read_bytes() == whole
-    (tmp_path / "short").mkdir()
-    with pytest.raises(BadInput, match="39 passages for short, its manifest promises 40"):
-        write_vectors(encoder, iter(passages[:39]), 40, tmp_path / "short")

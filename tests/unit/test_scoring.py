@@ -1,6 +1,16 @@
+from dataclasses import replace
+
 import pytest
 
-from memsearcher.agent.scoring import cover_em, em, f1, normalise, reward, with_reward
+from memsearcher.agent.scoring import (
+    cover_em,
+    em,
+    f1,
+    normalise,
+    release_em,
+    reward,
+    with_reward,
+)
 from memsearcher.types import Question, StopReason, Trajectory, Turn
 
 GOLD = ("Paris",)
@@ -96,6 +106,17 @@ def test_paper_and_sound(answer: str, paper: float, sound: float) -> None:
 def test_a_wrong_format_is_worth_nothing(stop: StopReason, preset: str) -> None:
     value, parts = reward(_ended(r"\boxed{Paris}", stop), preset)  # type: ignore[arg-type]
     assert (value, parts["format"]) == (0.0, 0.0)
+
+
+def test_the_release_reads_answers_in_its_own_way() -> None:
+    assert release_em(_ended(r"sure </think> \boxed{Paris}", StopReason.ANSWERED, "Paris")) == 1.0
+    assert release_em(_ended(r"\boxed{Paris} </think> none", StopReason.NO_ACTION)) == 0.0
+    assert release_em(_ended(r"</think> \boxed Paris", StopReason.NO_ACTION)) == 1.0
+    assert release_em(_ended(r"</think> \boxed{Paris}", StopReason.OVERLONG)) == 0.0
+    wrote = replace(_ended("", StopReason.MAX_TURNS).turns[0], memory_after=r"\boxed{Paris}")
+    last = Trajectory(Question("q", "nq", "?", GOLD), 0, (wrote,), StopReason.MAX_TURNS)
+    assert release_em(last) == 1.0
+    assert release_em(replace(last, turns=())) == 0.0
 
 
 def test_with_reward_keeps_the_parts() -> None:

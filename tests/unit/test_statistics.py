@@ -5,10 +5,15 @@ import pytest
 
 from memsearcher import published
 from memsearcher.statistics import (
+    Interval,
     bootstrap_mean,
     em_interval,
+    growth,
     mcnemar,
+    mean_over_seeds,
+    over_seeds,
     paired,
+    ratio,
     score_interval,
     wilson,
 )
@@ -92,6 +97,12 @@ def test_paired_sees_a_small_shift_that_two_intervals_would_hide() -> None:
     assert got.difference.mean == pytest.approx(0.06)
 
 
+def test_no_difference_seen_is_not_certainty() -> None:
+    got = paired([[0.0] * 40, [1.0] * 40], [[0.0] * 40, [1.0] * 40])
+    assert got.p == 1.0
+    assert got.difference.high == -got.difference.low == pytest.approx(wilson(0, 40)[1] / 2**0.5)
+
+
 def test_paired_refuses_different_questions() -> None:
     with pytest.raises(ValueError, match="sizes"):
         paired([[1.0, 0.0]], [[1.0]])
@@ -102,3 +113,80 @@ def test_published_averages_agree_with_their_cells() -> None:
         cells = [s for s in row.scores if s is not None]
         if len(cells) == 7 and row.average is not None:
             assert sum(cells) / 7 == pytest.approx(row.average, abs=0.051), row.name
+
+
+def test_ratio_is_a_mean_a_share_and_never_certain_at_the_ends() -> None:
+    mean = ratio([1.0, 2.0, 3.0], [1.0] * 3, share=False)
+    assert mean.mean == 2.0
+    assert (mean.high - mean.mean) == pytest.approx(4.302652729911275 / 3**0.5)  # t of 2
+    assert ratio([], [], share=True) == Interval(0.0, 0.0, 0.0, 0)
+    none = ratio([0.0] * 40, [1.0] * 40, share=True)
+    assert (none.low, none.high) == (0.0, pytest.approx(wilson(0, 40)[1]))
+    pooled = ratio([1.0, 0.0, 2.0], [2.0, 1.0, 4.0], share=True)
+    assert pooled.mean == pytest.approx(3 / 7)
+    assert 0 <= pooled.low < pooled.mean < pooled.high <= 1
+
+
+def test_growth_tells_linear_from_quadratic() -> None:
+    turns = [1.0, 2.0, 3.0, 4.0, 8.0]
+    linear, square = (
+        growth(turns, [50 * n for n in turns]),
+        growth(turns, [9 * n * n for n in turns]),
+    )
+    assert linear is not None
+    assert square is not None
+    assert (linear.mean, square.mean) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert growth([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) is None
+
+
+def test_over_seeds_known_values() -> None:
+    """Seeds at 0.5 and 0.7 against 0.4 on two strata: s² of the seeds is 0.02, halved 0.01, no
+    spread of questions where every difference is equal."""
+    runs = [[[0.5] * 4, [0.5] * 6], [[0.7] * 4, [0.7] * 6]]
+    got = over_seeds(runs, [[[0.4] * 4, [0.4] * 6]])
+    assert got.difference.mean == pytest.approx(0.2)
+    assert got.difference.high - 0.2 == pytest.approx(0.1 * 12.706204736174698)  # t of 1
+    assert got.p == pytest.approx(2 * (0.5 - np.arctan(2) / np.pi))  # Cauchy at 0.2 / 0.1
+    assert got.difference.n == 10
+    with pytest.raises(ValueError, match="sizes"):
+        over_seeds(runs, [[[0.4] * 4]])
+    same = over_seeds([[[1.0, 0.0]]], [[[1.0, 0.0]]])
+    assert (same.difference.mean, same.p) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_over_seeds_covers_the_truth_with_three_seeds() -> None:
+    """Three seeds a side, whose spread is of the size of that of 200 questions."""
+    rng = np.random.default_rng(7)
+    hits, rounds = 0, 600
+    for _ in range(rounds):
+        hard = rng.normal(0, 1, (4, 50))  # the questions, the same ones for all
+
+        def run(skill: float, hard: np.ndarray = hard) -> list[list[float]]:
+            rates = 1 / (1 + np.exp(-(skill + rng.normal(0, 0.25) + hard)))
+            return rng.binomial(1, rates).astype(float).tolist()
+
+        sides = [[run(skill) for _ in range(3)] for skill in (0.5, 0.0)]
+        d = over_seeds(*sides).difference
+        hits += d.low <= TRUE_GAP <= d.high
+    assert 0.93 <= hits / rounds <= 0.985
+
+
+def _expected(skill: float) -> float:
+    """Mean of the logistic function over N(skill, 1 + 0.25²), by quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    values = 1 / (1 + np.exp(-(skill + nodes * (1 + 0.25**2) ** 0.5)))
+    return float((values * weights).sum() / weights.sum())
+
+
+TRUE_GAP = _expected(0.5) - _expected(0.0)
+
+
+def test_mean_over_seeds() -> None:
+    one = Interval(0.4, 0.3, 0.5, 50)
+    assert mean_over_seeds([one]) == one
+    two = mean_over_seeds([one, Interval(0.5, 0.4, 0.6, 50)])
+    assert two.mean == pytest.approx(0.45)
+    assert two.low < 0.35 < 0.55 < two.high
+    flat = Interval(1.0, 1.0, 1.0, 3)
+    assert mean_over_seeds([flat, flat]) == flat

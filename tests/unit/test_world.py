@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from memsearcher import world, world_questions
-from memsearcher.corpus import parse_contents
+from memsearcher.corpus_files import parse_contents
 from memsearcher.files import BadInput
 from memsearcher.questions import DATASETS
 
