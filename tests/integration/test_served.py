@@ -93,7 +93,7 @@ def served(root: Path, api: str, **more: str) -> Iterator[subprocess.Popen]:
 
 
 def test_a_deployment_runs_twice_by_itself_and_is_cancelled(tmp_path: Path, api: str) -> None:
-    root = toy(tmp_path / "a copy")
+    root = toy(tmp_path / "a copy", tracking=True)
     first = subprocess.run(
         [sys.executable, "-c", HARNESS],
         cwd=root,

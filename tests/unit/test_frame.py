@@ -93,11 +93,12 @@ def test_a_stage_that_is_busy_in_c_ends_too(root: Path) -> None:
         assert process.wait(timeout=15) == 143
 
 
-def test_a_stage_dies_with_the_one_that_started_it(root: Path) -> None:
+def test_a_stage_dies_with_dvc(root: Path) -> None:
     """DVC killed outright: nobody is left to pass a signal on."""
     starter = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'stages.one'])"
-    command = [sys.executable, "-c", starter]
-    with subprocess.Popen(command, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
+    command = [sys.executable, "-c", starter, "as dvc"]
+    started = environment(root, TOY_ONE="sleep", DVC_STAGE="one")
+    with subprocess.Popen(command, cwd=root, env=started) as process:
         members = sleeping(root, process)
         process.kill()
     assert not psutil.wait_procs(members, timeout=15)[1]
