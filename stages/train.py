@@ -75,7 +75,7 @@ async def _train(job: Job) -> None:
         dev = dev[: t.dev_questions]
         for name, context in (("train", "training"), ("dev", "validation")):
             job.track.dataset(name, Path(f"data/questions/{name}.jsonl"), context)
-        await _steps(job, Parts(agent, engine, retriever, learner, train, dev))
+        await _steps(job, Parts(agent, engine, retriever, learner, train, dev, chat))
         learner.close()
     finally:
         await engine.close()
