@@ -22,7 +22,7 @@ from memsearcher import files
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HARNESS = """
 from prefect.testing.utilities import prefect_test_harness
