@@ -67,6 +67,8 @@ def run(job: Job) -> None:
             if any(qrels[name].values()):
                 _write(out / "qrels" / f"{name}.trec", measures.qrels_lines(qrels[name]))
     files.write_json(out / "metrics.json", result)
+    inputs = {Path(dep).name: files.content_hash(Path(dep)) for dep in job.deps}
+    files.write_json(out / "fingerprint.json", {**inputs, **job.chosen})
     files.publish(out, Path("results/retrieval"))
     _tell(job, result)
 

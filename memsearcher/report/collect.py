@@ -60,6 +60,7 @@ class Collected:
     policies: list[Evaluated]
     curves: list[Curve]
     retrieval: dict
+    retrieval_fingerprint: dict  # of every figure in `retrieval`
     stages: list[dict]
     ablation: Ablation = field(default_factory=Ablation)
     missing: list[str] = field(default_factory=list)
@@ -76,15 +77,17 @@ def collect(params: Params, root: Path = Path(".")) -> Collected:
     missing: list[str] = []
     policies = list(_policies(params, results / "evaluate", missing))
     curves = list(_curves(params, results, missing))
-    retrieval = results / "retrieval" / "metrics.json"
-    if not retrieval.is_file():
+    retrieval = results / "retrieval"
+    searched = (retrieval / "metrics.json").is_file()
+    if not searched:
         missing.append("retrieval quality: results/retrieval/metrics.json is not there")
     ablation = read(root / "ablations", params.report.memory_caps)
     return Collected(
         params,
         policies,
         curves,
-        files.read_json(retrieval) if retrieval.is_file() else {},
+        files.read_json(retrieval / "metrics.json") if searched else {},
+        files.read_json(retrieval / "fingerprint.json") if searched else {},
         _stages(root / "work"),
         ablation,
         [*missing, *ablation.missing],

@@ -51,6 +51,7 @@ def results(found: Collected) -> dict:
             for row in (published.ROWS if found.params.report.published else ())
         ],
         "retrieval": found.retrieval,
+        "retrieval_fingerprint": found.retrieval_fingerprint,
         "training": {
             c.name: {"steps": len(c.rows), "last": c.rows[-1] if c.rows else {}}
             | {"summary": c.summary}

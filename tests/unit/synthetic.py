@@ -178,6 +178,7 @@ def write_retrieval(root: Path, settings: Params) -> None:
         for mode in ("dense", "bm25", "fusion")
     }
     files.write_json(root / "results" / "retrieval" / "metrics.json", found)
+    files.write_json(root / "results" / "retrieval" / "fingerprint.json", {"index": "abc"})
 
 
 def write_ablation(root: Path, caps: tuple[int, ...] = (64, 128, 256), seeds: int = 2) -> None:

@@ -61,6 +61,7 @@ def test_everything_is_there(root: Path, corpus: list[Passage]) -> None:
     assert list(data["policies"]) == ["untrained", "warmup", "memsearcher"]
     assert data["missing"] == data["leftovers"] == []
     assert data == files.read_json(root / "report" / "results.json")
+    assert data["retrieval_fingerprint"] == {"index": "abc"}
     for metrics in data["policies"].values():
         assert len(metrics["datasets"]) == 7
         for scores in [*metrics["datasets"].values(), metrics["average"]]:
