@@ -206,20 +206,24 @@ def _train(root: Path, name: str, marks: int) -> None:
         """Two turns of up to three tokens; the answer is whether their sum is even."""
 
         k = 1
+        marked = False
 
         async def run(self, question, member, engine, search, *, sampling, max_turns, seed):
             turns, said = [], []
             for number in range(2):
                 draw = zlib.crc32(f"{seed} {question.id} {member} {number}".encode())
                 prompt = [int(question.id), *said]
-                if (number, member) == (0, 0):
+                marked = (number, member) == (0, 0) and not self.marked  # one at a time
+                if marked:
+                    self.marked = True
                     mark("rollout", True)
+                    time.sleep(0.03)  # long enough to be killed in; blocking keeps the order
                 await search("anything")
-                await asyncio.sleep(0.03)  # a phase long enough to be killed in
                 limits = replace(sampling, max_tokens=3, seed=draw)
                 done = await engine.generate(prompt, limits)
-                if (number, member) == (0, 0):
+                if marked:
                     mark("rollout", False)
+                    self.marked = False
                 mask = [True] * len(done.ids)
                 version = done.weight_version
                 said_now = (done.ids, mask, done.logprobs, "", "")
