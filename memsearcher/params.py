@@ -205,6 +205,7 @@ class Warmup:
     endpoint_api: Literal["chat", "tokens"]
     temperature: float = Field(ge=0)  # of an endpoint or policy
     concurrency: int = Field(ge=1)
+    sets: list[str] | None  # training sets that the teacher plays; null: all
     questions: int = Field(ge=1)
     samples: int = Field(ge=1)  # trajectories of a question
     keep_per_question: int = Field(ge=1)

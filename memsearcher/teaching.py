@@ -54,9 +54,18 @@ class Teacher:
 
 
 def choose(questions: Sequence[Question], params: Params) -> list[Question]:
-    """warmup.questions of them by seed; for the scripted teacher of those with a plan."""
-    scripted = params.warmup.teacher == "scripted"
-    fit = [q for q in questions if q.metadata.get("plan")] if scripted else list(questions)
+    """warmup.questions of warmup.sets by seed; for the scripted teacher of those with a plan."""
+    scripted, sets = params.warmup.teacher == "scripted", params.warmup.sets
+    there = {q.dataset for q in questions}
+    if unknown := sorted(set(sets or ()) - there):
+        raise BadInput(
+            f"warmup.sets: no training question is of {unknown}, only of {sorted(there)}"
+        )
+    fit = [
+        q
+        for q in questions
+        if (sets is None or q.dataset in sets) and (q.metadata.get("plan") or not scripted)
+    ]
     if not fit:
         raise BadInput(
             "data/questions/train.jsonl: no question has a plan that a teacher can follow"

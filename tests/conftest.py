@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -238,3 +238,15 @@ def retriever() -> FixtureRetriever:
 @pytest.fixture
 def question() -> Question:
     return Question("nq/test_1", "nq", "Who is the mayor of Marel?", ("Ida Quent",))
+
+
+@pytest.fixture(scope="session")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Prefect server of the tests, for PREFECT_API_URL: a flow that starts one for itself takes
+    ten seconds more."""
+    from plumbing import server
+
+    home = tmp_path_factory.mktemp("prefect")
+    settings = {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    with server(home, "prefect", "server", "start", health="/api/health", **settings) as url:
+        yield f"{url}/api"

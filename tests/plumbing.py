@@ -2,10 +2,16 @@
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -279,3 +285,41 @@ def living(root: Path) -> list[str]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def until(done: Callable[[], object], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < end, f"not within {timeout_s} s"
+        time.sleep(0.5)
+
+
+@contextmanager
+def server(home: Path, *words: str, health: str = "/health", **more: str) -> Iterator[str]:
+    """`python -m WORDS --port …` on loopback while the block runs; its address."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with open(home / f"{words[0]}.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words, "--port", str(port)],
+            cwd=home,
+            env=environment(home, **more),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: _answers(url + health), 600)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).is_success
+    except httpx.TransportError:
+        return False

@@ -1,13 +1,16 @@
-"""The flow around toy stages: same graph as DVC's, states, exit codes, signals, one at a time."""
+"""The flow around toy stages: same graph as DVC's, states, exit codes, signals, one at a time.
+
+It talks to a server of the tests; with one that it starts itself it runs in test_pipeline.py.
+"""
 
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from plumbing import environment, living, run, toy
 
@@ -20,14 +23,15 @@ def root(tmp_path: Path) -> Path:
     return toy(tmp_path / "a copy")
 
 
-def states(root: Path) -> dict[str, str]:
-    """Last state of each task of the latest flow run, from Prefect's own database."""
-    with sqlite3.connect(root / ".prefect/prefect.db") as db:
-        (latest,) = db.execute("select id from flow_run order by created desc limit 1").fetchone()
-        rows = db.execute(
-            "select name, state_name from task_run where flow_run_id = ?", (latest,)
-        ).fetchall()
-    return {name.rsplit("-", 1)[0]: state for name, state in rows}
+def states(api: str) -> dict[str, str]:
+    """Last state of each task of the latest flow run, as the server has it."""
+    (latest,) = asked(api, "flow_runs", sort="START_TIME_DESC", limit=1)
+    tasks = asked(api, "task_runs", flow_runs={"id": {"any_": [latest["id"]]}})
+    return {task["name"].rsplit("-", 1)[0]: task["state"]["name"] for task in tasks}
+
+
+def asked(api: str, what: str, **body: object) -> list[dict]:
+    return httpx.post(f"{api}/{what}/filter", json=body, timeout=30).raise_for_status().json()
 
 
 def ran(root: Path) -> list[str]:
@@ -46,27 +50,27 @@ def wait_for(path: Path, process: subprocess.Popen, timeout_s: float = 400) -> N
         time.sleep(0.2)
 
 
-def test_the_flow_runs_the_graph_and_then_nothing(root: Path) -> None:
-    first = run(root, "flows.pipeline")
+def test_the_flow_runs_the_graph_and_then_nothing(root: Path, api: str) -> None:
+    first = run(root, "flows.pipeline", PREFECT_API_URL=api)
     assert first.returncode == 0, first.stdout
     order = ran(root)
     assert sorted(order) == ["four", "one", "three", "two@memsearcher"]
     assert (order[0], order[-1]) == ("one", "four")
-    assert set(states(root).values()) == {"Completed"}
+    assert set(states(api).values()) == {"Completed"}
     assert "two@memsearcher: finished" in first.stdout
 
-    again = run(root, "flows.pipeline")
+    again = run(root, "flows.pipeline", PREFECT_API_URL=api)
     assert again.returncode == 0, again.stdout
     assert ran(root) == []
-    assert states(root) == dict.fromkeys(("one", "two@memsearcher", "three", "four"), "Cached")
+    assert states(api) == dict.fromkeys(("one", "two@memsearcher", "three", "four"), "Cached")
 
     text = (root / "params.yaml").read_text()
     (root / "params.yaml").write_text(
         text.replace("max_memory_tokens: 64", "max_memory_tokens: 32")
     )
-    assert run(root, "flows.pipeline").returncode == 0
+    assert run(root, "flows.pipeline", PREFECT_API_URL=api).returncode == 0
     assert ran(root) == ["three", "four"]
-    assert states(root)["two@memsearcher"] == "Cached"
+    assert states(api)["two@memsearcher"] == "Cached"
     assert "up to date" in run(root, "dvc", "status").stdout
 
     made = (root / "data/three").read_text()  # DVC removes it before a stage that then fails
@@ -74,7 +78,7 @@ def test_the_flow_runs_the_graph_and_then_nothing(root: Path) -> None:
     (root / "params.yaml").write_text(
         text.replace("max_memory_tokens: 32", "max_memory_tokens: 48")
     )
-    assert run(root, "flows.pipeline", TOY_THREE="bad").returncode == 2
+    assert run(root, "flows.pipeline", PREFECT_API_URL=api, TOY_THREE="bad").returncode == 2
     assert (root / "data/three").read_text() == made
 
 
@@ -86,17 +90,17 @@ def test_the_flow_runs_the_graph_and_then_nothing(root: Path) -> None:
     ],
 )
 def test_the_stages_own_error_reaches_the_user(
-    root: Path, how: dict[str, str], code: int, said: str, tries: int
+    root: Path, api: str, how: dict[str, str], code: int, said: str, tries: int
 ) -> None:
-    done = run(root, "flows.pipeline", **how)
+    done = run(root, "flows.pipeline", PREFECT_API_URL=api, **how)
     assert done.returncode == code
     assert done.stdout.endswith(said)
     assert ran(root) == ["one"] * tries  # broken machinery is tried again, wrong input is not
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_everything_within_15_s(root: Path, number: int, code: int) -> None:
-    started = environment(root, TOY_ONE="sleep")
+def test_a_signal_ends_everything_within_15_s(root: Path, api: str, number: int, code: int) -> None:
+    started = environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
     with subprocess.Popen(FLOW, cwd=root, env=started, start_new_session=True) as process:
         wait_for(root / "sleeping", process)
         asked = time.monotonic()
@@ -108,10 +112,12 @@ def test_a_signal_ends_everything_within_15_s(root: Path, number: int, code: int
     assert done.returncode == 0, done.stdout
 
 
-def test_the_second_says_who_holds_the_pipeline(root: Path) -> None:
-    with subprocess.Popen(FLOW, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
+def test_the_second_says_who_holds_the_pipeline(root: Path, api: str) -> None:
+    with subprocess.Popen(
+        FLOW, cwd=root, env=environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
+    ) as process:
         wait_for(root / "sleeping", process)
-        second = run(root, "flows.pipeline")
+        second = run(root, "flows.pipeline", PREFECT_API_URL=api)
         assert second.returncode == 2
         assert f"the pipeline is busy: process {process.pid} " in second.stdout
         process.terminate()
@@ -129,16 +135,18 @@ def test_a_port_in_use_is_one_line(root: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["replaced by the stage", "stays between"])
-def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path, shell: str) -> None:
+def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path, api: str, shell: str) -> None:
     if shell == "stays between":
         text = (root / "dvc.yaml").read_text()
         (root / "dvc.yaml").write_text(text.replace("stages.one", "stages.one && true"))
-    with subprocess.Popen(FLOW, cwd=root, env=environment(root, TOY_ONE="sleep")) as process:
+    with subprocess.Popen(
+        FLOW, cwd=root, env=environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
+    ) as process:
         wait_for(root / "sleeping", process)
         process.kill()
     end = time.monotonic() + 20
     while any("stages." in each or " dvc " in each for each in living(root)):
         assert time.monotonic() < end, living(root)
         time.sleep(0.5)
-    done = run(root, "flows.pipeline")
+    done = run(root, "flows.pipeline", PREFECT_API_URL=api)
     assert done.returncode == 0, done.stdout

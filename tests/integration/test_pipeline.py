@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from drive_report import CHROMIUM, drive
 from plumbing import clone, run
 
 from memsearcher import params
@@ -133,3 +134,9 @@ def test_the_flow_finds_all_of_it_cached(root: Path) -> None:
     done = run(root, "flows.pipeline")
     assert done.returncode == 0, done.stdout
     assert (root / "work/stages.jsonl").read_text() == before
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_its_report_is_read_in_a_browser(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("playwright", reason="Playwright is not installed")
+    drive(root / "report", tmp_path, tmp_path)

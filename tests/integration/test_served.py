@@ -1,10 +1,8 @@
 """Prefect for real: its test harness, a server, a deployment that runs alone and is cancelled."""
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from plumbing import environment, living, measured, run, toy
+from plumbing import environment, living, measured, run, server, toy, until
 
 from memsearcher import files
 
@@ -32,47 +30,6 @@ with prefect_test_harness(server_startup_timeout=400):
     print("state:", states.name)
 """
 SERVE = "from flows.pipeline import pipeline; pipeline.serve(name='by-itself', interval=20)"
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prefect server of our own."""
-    home = tmp_path_factory.mktemp("prefect")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
-    settings = {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    with open(home / "log", "wb") as log:
-        server = subprocess.Popen(
-            command,
-            cwd=home,
-            env=environment(home, **settings),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}/api"
-    try:
-        until(lambda: _answers(url), 600)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).is_success
-    except httpx.TransportError:
-        return False
-
-
-def until(done: object, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < end, f"not within {timeout_s} s"
-        time.sleep(0.5)
 
 
 def asked(api: str, what: str, **body: object) -> list[dict]:
@@ -260,7 +217,8 @@ def test_the_pages_show_what_one_looks_for(
     (trace, *_) = client.search_traces(locations=[stages], max_results=1)
     flow = _runs(api, "COMPLETED")
     cell = next(each for each in flow if each["name"].startswith("max_memory_tokens 24"))
-    with mlflow_pages(grid) as pages, sync_api.sync_playwright() as p:
+    store = ["--backend-store-uri", f"sqlite:///{grid / 'mlflow.db'}", "--workers", "1"]
+    with server(grid, "mlflow", "server", *store) as pages, sync_api.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1500, "height": 1100})
         page.set_default_timeout(120_000)
@@ -284,28 +242,3 @@ def test_the_pages_show_what_one_looks_for(
             page.get_by_text(text).first.wait_for()
         page.screenshot(path=shots / "trace.png")
         browser.close()
-
-
-@contextmanager
-def mlflow_pages(root: Path) -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    store = ["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--workers", "1"]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), *store]
-    with open(root / "mlflow.log", "wb") as log:
-        server = subprocess.Popen(
-            command,
-            cwd=root,
-            env=environment(root),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: _answers(url), 600)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
