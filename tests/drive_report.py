@@ -2,7 +2,7 @@
 
     python tests/drive_report.py report SCREENSHOTS
 
-`tests/unit/test_report_browser.py` goes into every corner, on results made up; this takes any run's.
+`tests/unit/test_report_browser.py` goes into every corner, on results made up.
 """
 
 import shutil
