@@ -24,7 +24,7 @@ demo: $(ENV) ## the whole DAG on the committed parameters, then the results tabl
 	@echo "MLflow and Prefect pages: make ui"
 
 test: $(ENV) ## the test suite, a run of the whole DAG (experiment=smoke) included
-	@$(PY) -m pytest -m "not gpu and not network and not long"
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not network and not long"
 
 check: $(ENV) ## lint, format, types
 	@$(PY) -m ruff check .
