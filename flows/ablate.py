@@ -65,9 +65,9 @@ def ablate(name: str, overrides: list[str]) -> None:
     )
     print(f"{len(rows)} rows in {FOLDER / name}.jsonl; average EM:")
     for row in averages:
-        cell = ", ".join(f"{k}={v}" for k, v in row["overrides"].items())
+        where = ", ".join(f"{k}={v}" for k, v in row["overrides"].items())
         print(
-            f"  {cell:40} {row['policy']:16} {row['em']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
+            f"  {where:40} {row['policy']:16} {row['em']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
         )
 
 

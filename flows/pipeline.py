@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -37,7 +38,10 @@ FINAL = (2, 130, 137, 143)  # wrong input stays wrong, and who interrupts does n
 _holding = threading.local()
 
 
-@flow(name="memsearcher", persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=64))
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=64)  # Prefect's own types do not fit each other
+
+
+@flow(name="memsearcher", persist_result=False, task_runner=RUNNER)
 def pipeline(
     root: str = str(ROOT), targets: list[str] | None = None, force: list[str] | None = None
 ) -> None:
@@ -55,7 +59,8 @@ def pipeline(
         track.cached(fingerprints([node.name for node in found if node.fresh], tree))
         for node in found:
             run = _task(node, processes, room[node.needs])
-            futures[node.name] = run.submit(wait_for=[futures[name] for name in node.after])
+            after = [futures[name] for name in node.after]
+            futures[node.name] = run.submit(wait_for=after)  # type: ignore[call-overload]
         failed = None
         for future in futures.values():
             future.wait()
@@ -78,7 +83,7 @@ def _task(node: Node, processes: Processes, room: threading.Semaphore) -> Task[[
             processes.repro(node.name, get_run_logger().info, force=node.force)
         return None
 
-    return task(
+    return task(  # type: ignore[call-overload]  # its overloads know only sync or only async
         run,
         name=node.name,
         description=node.desc,

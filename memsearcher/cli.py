@@ -91,7 +91,7 @@ def serve(
     os.chdir(ROOT)
     try:
         params = load()
-        settings = replace(  # type: ignore[type-var]
+        settings = replace(
             params.serve,
             host=params.serve.host if host is None else host,
             port=params.serve.port if port is None else port,

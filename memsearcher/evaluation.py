@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
+from typing import Any
 
 from memsearcher import cost, transcripts
 from memsearcher.agent import scoring
@@ -70,7 +71,7 @@ def predict(
 
 def summarise(
     predictions: Sequence[Row], seconds: Sequence[float], seed: int, size: ModelSize
-) -> Row:
+) -> dict[str, Any]:
     """metrics.json without its fingerprint. Shares in [0, 1]; intervals are [low, high] at 95%."""
     by_dataset: dict[str, list[Row]] = {}
     for row in predictions:

@@ -5,7 +5,7 @@ missing and ill-typed keys raise BadInput that names the key. Imports nothing he
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -13,9 +13,15 @@ from pydantic.dataclasses import dataclass as _dataclass
 
 from memsearcher.files import ROOT, BadInput
 
-section = _dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+_checked = _dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 IndexKind = Literal["flat", "ivf_sq8", "fp16"]
 AgentName = Literal["memsearcher", "react"]
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def section(cls: type[T]) -> type[T]:
+    return _checked(cls)  # type: ignore[return-value]
 
 
 @section

@@ -64,9 +64,9 @@ class Job:
     @cached_property
     def chosen(self) -> dict[str, object]:
         """The parameters that this stage depends on, by their dotted keys."""
-        chosen = {}
+        chosen: dict[str, object] = {}
         for key in (key.format(item=self.item) for key in self.stage.params):
-            node = asdict(self.params)  # type: ignore[call-overload]
+            node = asdict(self.params)
             for part in key.split("."):
                 node = node[part]
             chosen[key] = node

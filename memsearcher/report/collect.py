@@ -98,7 +98,7 @@ def collect(params: Params, root: Path = Path(".")) -> Collected:
 
 def deviations(params: Params) -> list[tuple[str, object, object]]:
     """(parameter, the paper's value, ours) where they differ."""
-    tree = asdict(params)  # type: ignore[call-overload]
+    tree = asdict(params)
     out = []
     for key, theirs in SETTINGS.items():
         node: object = tree

@@ -71,7 +71,7 @@ def write(
         mistakes=plots.MISTAKES,
         stops=plots.STOPS,
         deviations=deviations(found.params),
-        parameters=asdict(found.params),  # type: ignore[call-overload]
+        parameters=asdict(found.params),
         run=run,
         shown=shown,
     )
