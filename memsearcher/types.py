@@ -99,17 +99,3 @@ class Trajectory:
     def context_tokens(self) -> list[int]:
         """Tokens of the whole context, turn by turn: the figure that must not grow."""
         return [len(t.prompt_ids) + len(t.response_ids) for t in self.turns]
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One row of results/evaluate/<policy>/predictions.jsonl."""
-
-    question_id: str
-    dataset: str
-    answer: str | None
-    em: float
-    f1: float
-    turns: int
-    stop: StopReason
-    context_tokens: list[int]

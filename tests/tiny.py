@@ -1,4 +1,4 @@
-"""The smallest policy that DeepSpeed trains, rows for it, and processes of their own."""
+"""The smallest policy that DeepSpeed trains, rows for it, processes of their own; how to encode."""
 
 import os
 import random
@@ -8,8 +8,22 @@ from pathlib import Path
 
 from memsearcher.files import ROOT
 from memsearcher.learner.collate import Row
+from memsearcher.params import Encode
 
 VOCABULARY = 97
+ENCODE = Encode(
+    model="package:minilm",
+    revision=None,
+    pooling="mean",
+    query_prefix="query: ",
+    passage_prefix="passage: ",
+    max_query_tokens=16,
+    max_passage_tokens=32,
+    batch_size=2,
+    precision="float32",
+    shards=[0],
+    published_index=None,
+)
 
 
 def tiny_policy(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+from tiny import ENCODE
 
 from memsearcher.files import ROOT, BadInput
 from memsearcher.params import Encode
@@ -45,19 +46,7 @@ def encode(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         BertModel(config).save_pretrained(folder)
-    return Encode(
-        model=str(folder),
-        revision=None,
-        pooling="mean",
-        query_prefix="query: ",
-        passage_prefix="passage: ",
-        max_query_tokens=16,
-        max_passage_tokens=32,
-        batch_size=2,
-        precision="float32",
-        shards=[0],
-        published_index=None,
-    )
+    return replace(ENCODE, model=str(folder))
 
 
 def test_shards_cover_the_corpus_once() -> None:

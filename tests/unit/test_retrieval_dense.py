@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import ENCODE
 
 from memsearcher.files import BadInput, sha256, write_json, write_jsonl
-from memsearcher.params import Encode, Index
+from memsearcher.params import Index
 from memsearcher.retrieval.contract import Manifest
 from memsearcher.retrieval.dense import (
     DenseIndex,
@@ -22,19 +23,6 @@ from memsearcher.types import Passage
 
 FLAT = Index(kind="flat", nlist=4, nprobe=2)
 IVF = Index(kind="ivf_sq8", nlist=8, nprobe=3)
-ENCODE = Encode(
-    model="package:minilm",
-    revision=None,
-    pooling="mean",
-    query_prefix="query: ",
-    passage_prefix="passage: ",
-    max_query_tokens=16,
-    max_passage_tokens=32,
-    batch_size=2,
-    precision="float32",
-    shards=[0],
-    published_index=None,
-)
 PASSAGES = [
     Passage("p1", "Marel Tovin", "Marel Tovin is a film director."),
     Passage("p2", "Ostrava", "A city on a river, known for its steel works. " * 9),
