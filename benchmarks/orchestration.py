@@ -14,12 +14,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +28,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from plumbing import clone, environment, living, run  # noqa: E402
+import plumbing  # noqa: E402
+from plumbing import clone, environment, living, run, until  # noqa: E402
 
 REPEATS = 5
 STEPS = 2000  # calls of `Run.metrics` that are timed together
@@ -61,49 +61,16 @@ def smoke(folder: Path) -> Path:
 
 @contextmanager
 def server(root: Path, kind: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A Prefect or an MLflow server of its own: (process, address)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    words = {
-        "prefect": ["server", "start", "--port", str(port)],
-        "mlflow": [
-            *["server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"],
-            *["--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}"],
-        ],
-    }[kind]
-    settings = {"PREFECT_HOME": str(root / ".prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", kind, *words],
-        cwd=root,
-        env=environment(root, **settings),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    base = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: answers(f"{base}/api/health" if kind == "prefect" else f"{base}/health"))
-        yield process, f"{base}/api" if kind == "prefect" else base
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2).is_success
-    except httpx.TransportError:
-        return False
-
-
-def until(done: Callable[[], object], timeout_s: float = 600) -> None:
-    end = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {timeout_s} s")
-        time.sleep(0.2)
+    """A Prefect or an MLflow server of its own: (process, what clients are told)."""
+    if kind == "prefect":
+        settings = {"PREFECT_HOME": str(root / ".prefect")}
+        settings["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+        words, health = ("prefect", "server", "start"), "/api/health"
+    else:
+        store = ("--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}")
+        settings, words, health = {}, ("mlflow", "server", "--workers", "1", *store), "/health"
+    with plumbing.server(root, *words, health=health, **settings) as (process, url):
+        yield process, url + health.removesuffix("/health")
 
 
 def overhead(root: Path) -> None:
@@ -185,7 +152,7 @@ def faults(root: Path) -> None:
             known = {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": uri}
             _forget(root)
             started = _flow(root, victim == "worker", known)
-            until(lambda: _stage("stages.train", root))
+            until(lambda: _stage("stages.train", root), 600)
             time.sleep(2)
             found = {
                 "stage": _stage("stages.train", root),

@@ -248,5 +248,5 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     home = tmp_path_factory.mktemp("prefect")
     settings = {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    with server(home, "prefect", "server", "start", health="/api/health", **settings) as url:
+    with server(home, "prefect", "server", "start", health="/api/health", **settings) as (_, url):
         yield f"{url}/api"

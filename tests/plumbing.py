@@ -295,8 +295,10 @@ def until(done: Callable[[], object], timeout_s: float) -> None:
 
 
 @contextmanager
-def server(home: Path, *words: str, health: str = "/health", **more: str) -> Iterator[str]:
-    """`python -m WORDS --port …` on loopback while the block runs; its address."""
+def server(
+    home: Path, *words: str, health: str = "/health", **more: str
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """`python -m WORDS --port …` on loopback while the block runs: (process, address)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -312,9 +314,10 @@ def server(home: Path, *words: str, health: str = "/health", **more: str) -> Ite
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: _answers(url + health), 600)
-        yield url
+        yield process, url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -29,7 +29,7 @@ with prefect_test_harness(server_startup_timeout=400):
     states = pipeline(return_state=True)
     print("state:", states.name)
 """
-SERVE = "from flows.pipeline import pipeline; pipeline.serve(name='by-itself', interval=20)"
+SERVE = "from flows.pipeline import pipeline; pipeline.serve(name='by-itself', interval=60)"
 
 
 def asked(api: str, what: str, **body: object) -> list[dict]:
@@ -218,7 +218,7 @@ def test_the_pages_show_what_one_looks_for(
     flow = _runs(api, "COMPLETED")
     cell = next(each for each in flow if each["name"].startswith("max_memory_tokens 24"))
     store = ["--backend-store-uri", f"sqlite:///{grid / 'mlflow.db'}", "--workers", "1"]
-    with server(grid, "mlflow", "server", *store) as pages, sync_api.sync_playwright() as p:
+    with server(grid, "mlflow", "server", *store) as (_, pages), sync_api.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1500, "height": 1100})
         page.set_default_timeout(120_000)
