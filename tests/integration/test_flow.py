@@ -112,6 +112,17 @@ def test_a_signal_ends_everything_within_15_s(root: Path, api: str, number: int,
     assert done.returncode == 0, done.stdout
 
 
+def test_the_server_schedules_runs(api: str) -> None:
+    """Prefect and SQLAlchemy have to fit: with 2.1 all else works and no run is ever scheduled."""
+    flow = httpx.post(f"{api}/flows/", json={"name": "scheduled"}).raise_for_status().json()["id"]
+    schedule = {"schedule": {"interval": 60}, "active": True}
+    body = {"name": "each-minute", "flow_id": flow, "schedules": [schedule]}
+    made = httpx.post(f"{api}/deployments/", json=body).raise_for_status().json()["id"]
+    httpx.post(f"{api}/deployments/{made}/schedule", json={}).raise_for_status()
+    assert len(asked(api, "flow_runs", deployments={"id": {"any_": [made]}})) >= 2
+    httpx.delete(f"{api}/deployments/{made}").raise_for_status()
+
+
 def test_the_second_says_who_holds_the_pipeline(root: Path, api: str) -> None:
     with subprocess.Popen(
         FLOW, cwd=root, env=environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
