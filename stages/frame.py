@@ -166,7 +166,10 @@ def _environment(params: Params) -> None:
     number holds for every library of the process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, str(params.engine.threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins takes another's core
+    # A thread that spins for long takes another's core; one that sleeps at once is woken for every
+    # small matrix: a training step of the demo then takes 1.7 times as long (LOG.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -207,6 +207,7 @@ def environment(params: Params, sockets: Path) -> Iterator[None]:
         "OMP_NUM_THREADS": str(params.engine.threads),
         # Threads that spin at a barrier take the core that their peer needs: 5 times slower on two.
         "OMP_WAIT_POLICY": before.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GOMP_SPINCOUNT": before.get("GOMP_SPINCOUNT", "30000"),  # see stages/frame.py
     }
     if not torch.accelerator.is_available():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # one helper of vLLM's would cost seconds
