@@ -25,13 +25,9 @@ Aggregation = Literal["token", "turn", "trajectory", "release"]
 
 
 def group_advantages(
-    rewards: Sequence[float],
-    groups: Sequence[Hashable],
-    *,
-    valid: Sequence[bool] | None = None,
-    normalise: Literal["std", "mean"] = "std",
-    eps: float = 1e-6,
-) -> list[float]:
+    rewards: Sequence[float], groups: Sequence[Hashable], *, valid: Sequence[bool] | None = None,
+    normalise: Literal["std", "mean"] = "std", eps: float = 1e-6,
+) -> list[float]:  # fmt: skip
     """One advantage per trajectory (float64, unbiased std), before any expansion to turns.
 
     `groups[i]`: any id, in any order. `valid[i]` False (INFRA_FAILED): exactly 0.0, no part in the
@@ -69,20 +65,12 @@ class TokenLoss(NamedTuple):
 
 
 def token_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    sampler_logprobs: Tensor | None = None,
-    tis_cap: float | None = None,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
-) -> TokenLoss:
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *,
+    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None, kl_coef: float = 0.0,
+    sampler_logprobs: Tensor | None = None, tis_cap: float | None = None,
+    entropy: Tensor | None = None, entropy_coef: float = 0.0,
+) -> TokenLoss:  # fmt: skip
     """ℓ_t above for any shape; `advantages` broadcasts. `dual_clip` c > 1 bounds the surrogate of a
     negative advantage by −c·A. `tis_cap` weighs the surrogate alone and carries no gradient."""
     ratio = (logprobs - old_logprobs).exp()
@@ -108,13 +96,9 @@ def token_loss(
 
 
 def turn_weights(
-    counts: Sequence[int],
-    trajectories: Sequence[Hashable],
-    aggregation: Aggregation,
-    *,
-    microbatches: Sequence[Hashable] | None = None,
-    release_rows: int = 80,
-) -> list[float]:
+    counts: Sequence[int], trajectories: Sequence[Hashable], aggregation: Aggregation, *,
+    microbatches: Sequence[Hashable] | None = None, release_rows: int = 80,
+) -> list[float]:  # fmt: skip
     """w_t of each turn's tokens. `counts[j]` sampled tokens of turn j, `trajectories[j]` its
     trajectory, for all valid turns of the optimiser step on all ranks: packing, accumulation and
     world size cannot matter. Turns and trajectories without a sampled token are not counted.
@@ -143,48 +127,32 @@ def turn_weights(
 
 
 def aggregate(
-    losses: Tensor,
-    mask: Tensor,
-    trajectories: Sequence[Hashable],
-    aggregation: Aggregation,
-    *,
-    microbatches: Sequence[Hashable] | None = None,
-    release_rows: int = 80,
+    losses: Tensor, mask: Tensor, trajectories: Sequence[Hashable], aggregation: Aggregation, *,
+    microbatches: Sequence[Hashable] | None = None, release_rows: int = 80,
     overlong: Sequence[bool] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(M, L) token losses of an optimiser step, their mask -> scalar; 0 if all is masked.
     `overlong[j]`: turn j belongs to a trajectory that was cut and is masked whole (DAPO's filter;
     its reward stays in the statistics of its group)."""
     if overlong is not None:
         mask = mask & ~torch.tensor(overlong, device=mask.device)[:, None]
-    weights = turn_weights(
-        mask.sum(-1).tolist(),
-        trajectories,
-        aggregation,
-        microbatches=microbatches,
-        release_rows=release_rows,
-    )
+    weights = turn_weights(mask.sum(-1).tolist(), trajectories, aggregation,
+                           microbatches=microbatches, release_rows=release_rows)  # fmt: skip
     masked = torch.where(mask, losses, torch.zeros_like(losses))  # where, not ×: NaN · 0 is NaN
     return (masked * losses.new_tensor(weights)[:, None]).sum()
 
 
 def one_update(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor,
-    turn_of: Sequence[int],
-    rewards: Sequence[float],
-    groups: Sequence[Hashable],
-    optimizer: torch.optim.Optimizer,
-    aggregation: Aggregation = "token",
-) -> float:
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, turn_of: Sequence[int],
+    rewards: Sequence[float], groups: Sequence[Hashable],
+    optimizer: torch.optim.Optimizer, aggregation: Aggregation = "token",
+) -> float:  # fmt: skip
     """One optimiser step, whole: what the learner must equal. (M, L) log-probs with a graph, row j
     a turn of trajectory `turn_of[j]`. Returns the loss."""
     of_trajectory = group_advantages(rewards, groups)
     advantages = logprobs.new_tensor([of_trajectory[i] for i in turn_of])[:, None]  # A_{i,j} = A_i
-    loss = aggregate(
-        token_loss(logprobs, old_logprobs, advantages).loss, mask, turn_of, aggregation
-    )
+    per_token = token_loss(logprobs, old_logprobs, advantages).loss
+    loss = aggregate(per_token, mask, turn_of, aggregation)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
