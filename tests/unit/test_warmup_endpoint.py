@@ -423,3 +423,11 @@ def test_a_policy_must_speak_the_pupils_tokens(chat: Chat, tmp_path: Path) -> No
         Teacher.of(params, chat.folder, {})
     same = roomy(replace(WARMUP, teacher="policy", teacher_path=str(chat.folder)))
     assert Teacher.of(same, chat.folder, {}).folder == chat.folder
+
+
+def test_the_teacher_plays_the_sets_that_it_is_told() -> None:
+    mixed = [replace(q, dataset=q.id.split("/")[0]) for q in QUESTIONS]
+    chosen = choose(mixed, roomy(replace(WARMUP, sets=["hotpotqa"])))
+    assert {q.dataset for q in chosen} == {"hotpotqa"}
+    with pytest.raises(BadInput, match=r"no training question is of \['x'\], only of"):
+        choose(mixed, roomy(replace(WARMUP, sets=["x"])))
