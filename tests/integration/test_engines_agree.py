@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,18 +155,18 @@ async def probed(engine, model) -> float:
     return await probe(engine, Scorer(model), prompts, Sampling(16), BOUND)
 
 
-def test_the_naive_reload_of_a_tied_policy_fails_the_probe(run, tmp_path_factory, tmp_path):
+def test_the_naive_reload_of_a_tied_policy_fails_the_probe(run, tmp_path):
     """A folder served tied as it is, and its own parameters sent as they are."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from memsearcher.engine import transfer
     from memsearcher.engine.vllm import VllmEngine, arguments, environment
 
-    folder = tmp_path_factory.mktemp("naive")
-    model, params = make_policy(folder, tied=True), parameters()
-    with environment(params, tmp_path):
-        llm = AsyncLLM.from_engine_args(arguments(params, folder))
-    naive = VllmEngine(llm, tmp_path / "sockets", {})
+    model, params = make_policy(tmp_path, tied=True), parameters()
+    sockets = Path(tempfile.mkdtemp())  # not in tmp_path: a socket's path has at most 107 letters
+    with environment(params, sockets):
+        llm = AsyncLLM.from_engine_args(arguments(params, tmp_path))
+    naive = VllmEngine(llm, sockets, {})
     try:
         assert run(probed(naive, model)) < BOUND
         train(model)
