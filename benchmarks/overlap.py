@@ -7,10 +7,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from shutil import copy2
 
 from memsearcher.files import ROOT
+from memsearcher.params import load
 from memsearcher.statistics import wilson
+
+sys.path.insert(0, str(ROOT / "tests"))
+from plumbing import clone
 
 TIS_CAP = 2.0  # in both, so that the only difference is when a step is rolled out
 
@@ -23,8 +26,10 @@ def overlap(
     right = {0: 0.0, 1: 0.0}
     asked = 0
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        _copy(root, demo)
+        root = clone(Path(folder))
+        (root / "models").mkdir()
+        for name in ("data", "models/warmup"):
+            (root / name).symlink_to(demo / name)
         for seed in range(seeds):
             for ahead in (0, 1):
                 records, dev = _train(root, seed, ahead, steps)
@@ -44,23 +49,6 @@ def overlap(
         say(f"overlap_{ahead}_dev_em", [right[ahead] / asked, *interval])
 
 
-def _copy(root: Path, demo: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            copy2(ROOT / name, root / name)
-    (root / "models").mkdir()
-    (root / "data").symlink_to(demo / "data")
-    (root / "models" / "warmup").symlink_to(demo / "models" / "warmup")
-
-
 def _train(root: Path, seed: int, ahead: int, steps: int) -> tuple[list[dict], int]:
     """The steps' records and the number of dev questions."""
     changes = [f"seed={seed}", f"train.async_steps={ahead}", f"train.tis_cap={TIS_CAP}"]
@@ -76,6 +64,4 @@ def _train(root: Path, seed: int, ahead: int, steps: int) -> tuple[list[dict], i
         )
     made = root / "results" / "train" / "memsearcher"
     records = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-    from memsearcher.params import load
-
     return [r for r in records if "reward" in r], load(root / "params.yaml").train.dev_questions

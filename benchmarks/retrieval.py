@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from memsearcher import corpus, files  # noqa: E402
-from memsearcher.params import Bm25, Encode, Index  # noqa: E402
+from memsearcher.params import Bm25, Encode, Index, read_yaml  # noqa: E402
 from memsearcher.retrieval import measures  # noqa: E402
 from memsearcher.retrieval.contract import Manifest, Retriever  # noqa: E402
 from memsearcher.retrieval.dense import (  # noqa: E402
@@ -50,19 +50,9 @@ BM25_RECALL = {
     "musique": (0.348, 0.424, 0.595),
 }
 KS = (3, 5, 20)
-ENCODE = Encode(
-    model="package:minilm",
-    revision=None,
-    pooling="mean",
-    query_prefix="query: ",
-    passage_prefix="passage: ",
-    max_query_tokens=128,
-    max_passage_tokens=128,
-    batch_size=64,
-    precision="bfloat16",
-    shards=[0, 1],
-    published_index=None,
-)
+CONFIG = read_yaml(files.ROOT / "conf" / "config.yaml")
+ENCODE = replace(Encode(**CONFIG["encode"]), max_passage_tokens=128)
+AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()  # without it bfloat16 is slower than float32
 FLAT = Index(kind="flat", nlist=1, nprobe=1)
 IVF = Index(kind="ivf_sq8", nlist=1024, nprobe=256)
 JITTER = 0.03
@@ -289,8 +279,8 @@ def encode(bench: Bench) -> None:
 
     sample = texts(bench, 128 if bench.quick else 512)
     longer = replace(ENCODE, max_passage_tokens=256)
-    exact = Encoder(replace(longer, precision="float32"))
-    ours = {"float32": exact, "bfloat16": Encoder(longer)}
+    names = ("float32", "bfloat16") if AMX else ("float32",)
+    ours = {name: Encoder(replace(longer, precision=name)) for name in names}
     theirs = SentenceTransformer(locate(ENCODE.model, None).path, device="cpu")
     theirs.max_seq_length = 256
     prefixed = [ENCODE.passage_prefix + text for text in sample]
