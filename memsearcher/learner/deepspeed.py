@@ -63,7 +63,7 @@ class Learner:
         self.settings, self.ranks = settings, ranks
         self.updates = self.weight_version = self._skipped_in_row = 0
         self.lr_scale = 1.0
-        bf16 = ranks.device.type == "cuda"
+        bf16 = ranks.device.type == "cuda" if settings.bf16 is None else settings.bf16
         self._dtype = torch.bfloat16 if bf16 else torch.float32
         policy = load_policy(settings.folder, self._dtype)
         if settings.gradient_checkpointing:
