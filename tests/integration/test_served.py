@@ -95,7 +95,9 @@ def _runs(api: str, kind: str) -> list[dict]:
 
 
 def _others(root: Path, served_by: int) -> list[str]:
-    return [each for each in living(root) if not each.startswith(f"{served_by} ")]
+    """Without the serving process and what multiprocessing keeps running beside it."""
+    others = [each for each in living(root) if not each.startswith(f"{served_by} ")]
+    return [each for each in others if "resource_tracker" not in each]
 
 
 BASE = ("policies=memsearcher-base", "~policies.untrained")
