@@ -99,7 +99,9 @@ def test_the_stages_own_error_reaches_the_user(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_everything_within_15_s(root: Path, api: str, number: int, code: int) -> None:
+def test_a_signal_ends_everything_within_15_s(
+    root: Path, api: str, number: int, code: int
+) -> None:  # C17
     started = environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
     with subprocess.Popen(FLOW, cwd=root, env=started, start_new_session=True) as process:
         wait_for(root / "sleeping", process)
@@ -123,7 +125,7 @@ def test_the_server_schedules_runs(api: str) -> None:
     httpx.delete(f"{api}/deployments/{made}").raise_for_status()
 
 
-def test_the_second_says_who_holds_the_pipeline(root: Path, api: str) -> None:
+def test_the_second_says_who_holds_the_pipeline(root: Path, api: str) -> None:  # C15
     with subprocess.Popen(
         FLOW, cwd=root, env=environment(root, PREFECT_API_URL=api, TOY_ONE="sleep")
     ) as process:

@@ -49,7 +49,9 @@ def served(root: Path, api: str, **more: str) -> Iterator[subprocess.Popen]:
         process.wait(timeout=60)
 
 
-def test_a_deployment_runs_twice_by_itself_and_is_cancelled(tmp_path: Path, api: str) -> None:
+def test_a_deployment_runs_twice_by_itself_and_is_cancelled(
+    tmp_path: Path, api: str
+) -> None:  # C17
     root = toy(tmp_path / "a copy", tracking=True)
     first = subprocess.run(
         [sys.executable, "-c", HARNESS],

@@ -62,7 +62,7 @@ def test_end_id_is_the_template_s(any_chat: Chat) -> None:
     assert any_chat.decode([any_chat.end_id]) in ("<|im_end|>", "<|eot_id|>")
 
 
-def test_plain_text_never_gives_a_control_id(any_chat: Chat) -> None:
+def test_plain_text_never_gives_a_control_id(any_chat: Chat) -> None:  # C18
     chat = any_chat
     marks = [chat.decode([i]) for i in sorted(chat.control_ids)]
     assert {*TAGS, *CONTROL} <= set(marks) or {*TAGS, *LLAMA_CONTROL} <= set(marks)

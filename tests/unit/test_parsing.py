@@ -86,7 +86,7 @@ def _call(body: str) -> str:
         (_call('{"query": "' + "x" * 10_000 + '"}'), Search(None)),
     ],
 )
-def test_the_table_of_actions(text: str, outcome: object) -> None:
+def test_the_table_of_actions(text: str, outcome: object) -> None:  # C19
     assert parse_action(text, True) == outcome
     assert parse_action(text, False) is StopReason.OVERLONG
 

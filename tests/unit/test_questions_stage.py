@@ -130,7 +130,7 @@ def test_bad_rows_are_in_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| bad rows (left out, listed below) | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |" in card
 
 
-def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:  # C11
     made = flashrag(tmp_path).questions
     entry = replace(made.sets["test_popqa"], split="dev", file="popqa/dev.jsonl")
     asked = replace(made, sets=made.sets | {"test_popqa": entry})

@@ -84,7 +84,7 @@ def test_two_swapped_lines_are_another_corpus(tmp_path: Path, encoder: Encoder) 
 
 
 @pytest.mark.parametrize("index", [FLAT, IVF], ids=lambda i: i.kind)
-def test_asking_for_more_than_there_is_never_invents_a_passage(
+def test_asking_for_more_than_there_is_never_invents_a_passage(  # C1
     tmp_path: Path, index: Index
 ) -> None:
     vectors = unit_vectors(3, 8)
@@ -125,7 +125,9 @@ def test_a_broken_index_is_refused(tmp_path: Path) -> None:
         DenseIndex(tmp_path / "cut")
 
 
-def test_index_encoder_and_passages_must_belong_together(tmp_path: Path, encoder: Encoder) -> None:
+def test_index_encoder_and_passages_must_belong_together(
+    tmp_path: Path, encoder: Encoder
+) -> None:  # C2
     passages = make_passages(tmp_path / "corpus", PASSAGES)
     vectors = unit_vectors(3, encoder.dim)
     good = {"corpus_sha256": passages.sha256}

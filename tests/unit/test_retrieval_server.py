@@ -110,7 +110,7 @@ def test_the_wire_formats(url: str) -> None:
         ("/passages", {"ids": []}, ["ids"]),
     ],
 )
-def test_bad_requests_are_422_and_name_the_field(
+def test_bad_requests_are_422_and_name_the_field(  # C3
     url: str, path: str, body: dict, place: list
 ) -> None:
     content = json.dumps(body)

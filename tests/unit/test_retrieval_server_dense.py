@@ -105,7 +105,7 @@ def test_the_hash_is_of_what_decides_the_hits(
     assert manifest_hash(replace(chosen, serve=replace(chosen.serve, port=1)), data) == served
 
 
-def test_an_empty_index_has_no_hits(tmp_path: Path, chosen: Params) -> None:
+def test_an_empty_index_has_no_hits(tmp_path: Path, chosen: Params) -> None:  # C1
     data = make_data(tmp_path, [], np.zeros((0, 384)), chosen)
     assert open_modes(chosen, ("dense",), data)["dense"].search(["steel"], 5) == [[]]
 
@@ -117,7 +117,7 @@ def test_an_empty_index_has_no_hits(tmp_path: Path, chosen: Params) -> None:
         (PASSAGES[:2], 384, "passages is 3 in the index and 2 here"),
     ],
 )
-def test_serve_refuses_what_does_not_belong_together(
+def test_serve_refuses_what_does_not_belong_together(  # C2
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     chosen: Params,

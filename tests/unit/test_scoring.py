@@ -57,7 +57,7 @@ def test_the_normalisation(text: str, normal: str) -> None:
         ("x", [], 0.0),
     ],
 )
-def test_exact_match(answer: str | None, golds: list[str], right: float) -> None:
+def test_exact_match(answer: str | None, golds: list[str], right: float) -> None:  # C20
     assert em(answer, golds) == right
 
 
@@ -86,7 +86,7 @@ def test_cover_and_f1() -> None:
         (r"\boxed{Paris} </think> no box here", 1.0),
     ],
 )
-def test_the_release_preset_to_the_last_hole(text: str, value: float) -> None:
+def test_the_release_preset_to_the_last_hole(text: str, value: float) -> None:  # C10
     assert reward(_ended(text, StopReason.NO_ACTION), "release")[0] == pytest.approx(value)
     assert reward(_ended(text, StopReason.OVERLONG), "release")[0] == 0.0  # no end token
 
