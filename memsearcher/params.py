@@ -219,6 +219,7 @@ class Warmup:
     early_answer: float = Field(ge=0, le=1)  # the scripted teacher errs on purpose
     drop_fact: float = Field(ge=0, le=1)
     wrong_search: float = Field(ge=0, le=1)
+    notes: Literal["fact", "passage"]  # what it writes of a passage of the demo's world
     keep_wrong: bool  # keep the teacher's wrong trajectories too: something to unlearn
     rename: bool  # fresh names in every example; for the demo's world only
     copying_steps: int = Field(ge=0)

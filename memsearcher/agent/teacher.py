@@ -7,6 +7,7 @@ It errs on purpose, at the rates of `warmup`: it answers a multi-hop question af
 (`early_answer`, drawn once a trajectory, with a value from the way there), loses a fact when it
 rewrites the memory (`drop_fact`), searches for half a name (`wrong_search`). A policy that was
 shown only perfect play has nothing to unlearn, and then nobody sees whether reinforcement works.
+With `notes: passage` it keeps the whole passage in place of the fact, for memories that a cap cuts.
 Draws come from the `rng` that is passed in, so a trajectory can be played again.
 """
 
@@ -175,8 +176,12 @@ class ScriptedTeacher:
 
     def _fact(self, hop: Hop, passages: list[str]) -> str | None:
         words = set(re.findall(r"\w+", hop.fact or ""))
-        shown = (words.issubset(re.findall(r"\w+", p)) for p in passages if _titled(p, hop.title))
-        return hop.fact if any(shown) else None
+        for passage in passages:
+            if _titled(passage, hop.title) and words.issubset(re.findall(r"\w+", passage)):
+                if self._params.notes == "fact":
+                    return hop.fact
+                return passage[len(hop.title) :].strip(" :\n")
+        return None
 
     def _sentence(self, hop: Hop, passages: list[str]) -> str | None:
         """One that holds an answer before one that names the title before the first there is."""

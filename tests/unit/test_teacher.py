@@ -60,7 +60,7 @@ def play(
     seed: int = 1,
     kind: type[MemSearcher] | type[ReAct] = MemSearcher,
     turns: int = 6,
-    **errors: float,
+    **errors: float | str,
 ) -> Trajectory:
     rates = {"early_answer": 0.0, "drop_fact": 0.0, "wrong_search": 0.0, **errors}
     warmup = replace(params.load(ROOT / "params.yaml").warmup, **rates)
@@ -92,6 +92,15 @@ def test_follows_a_chain_and_keeps_short_facts(chat: Chat, agent_params: AgentPa
     assert t.turns[-1].action == " done</think>\\boxed{ Bo Lin }"
     assert not any(turn.memory_cut for turn in t.turns)
     assert set(t.turns[0].sampler_logprobs) == {0.0}
+
+
+def test_notes_of_whole_passages(chat: Chat, agent_params: AgentParams) -> None:
+    room = replace(agent_params, max_memory_tokens=100)
+    t = play(chain(2), chat, room, notes="passage")
+    assert (t.stop, t.answer) == (StopReason.ANSWERED, "Ulm")
+    first = "Red Sea is a film. Its director is Al Kor and its year is 1950."
+    assert t.turns[1].memory_before == first
+    assert t.turns[2].memory_before == "Al Kor is a person. Their birthplace is Ulm."  # 111 bytes
 
 
 def test_the_same_seed_plays_the_same(chat: Chat, agent_params: AgentParams) -> None:
