@@ -302,16 +302,16 @@ def server(
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     with open(home / f"{words[0]}.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *words, "--port", str(port)],
             cwd=home,
-            env=environment(home, **more),
+            env=environment(home, PREFECT_UI_API_URL=f"{url}/api", **more),  # what its pages ask
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: _answers(url + health), 600)
         yield process, url
