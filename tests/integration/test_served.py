@@ -167,7 +167,9 @@ def test_another_cap_in_evaluation_only_trains_nothing(grid: Path, api: str) -> 
 
 
 def test_a_retraining_keeps_the_better_policy(grid: Path, api: str) -> None:
-    verdicts = []
+    store, verdicts = grid.parent / "remote", []
+    remote = f"[core]\n    remote = store\n['remote \"store\"']\n    url = {store}\n"
+    (grid / ".dvc" / "config.local").write_text(remote)
     for lr in ("0.02", "0.01"):
         words = ("agent.max_memory_tokens=16", f"train.lr={lr}")
         done = run(grid, "flows.retrain", *words, PREFECT_API_URL=api, timeout_s=580)
@@ -192,6 +194,7 @@ def test_a_retraining_keeps_the_better_policy(grid: Path, api: str) -> None:
     client = _client(grid)
     (model,) = client.search_registered_models()
     champion = client.get_model_version(model.name, model.aliases["champion"])
+    assert list(store.rglob(f"{champion.tags['md5'][2:]}*"))  # pushed, and pulled to be compared
     assert champion.tags["why"] == "promoted: there was no champion"
     maker = next(
         each.data.tags["cached.questions"]
