@@ -24,10 +24,19 @@ def root(tmp_path: Path) -> Path:
 
 
 def states(api: str) -> dict[str, str]:
-    """Last state of each task of the latest flow run, as the server has it."""
+    """Last state of each of the four tasks of the latest flow run, which has completed. The server
+    hears of tasks by events: it may know their last states some time after the flow's."""
     (latest,) = asked(api, "flow_runs", sort="START_TIME_DESC", limit=1)
-    tasks = asked(api, "task_runs", flow_runs={"id": {"any_": [latest["id"]]}})
-    return {task["name"].rsplit("-", 1)[0]: task["state"]["name"] for task in tasks}
+    found: dict[str, str] = {}
+
+    def known() -> bool:
+        tasks = asked(api, "task_runs", flow_runs={"id": {"any_": [latest["id"]]}})
+        ended = [each for each in tasks if (each["state"] or {}).get("type") == "COMPLETED"]
+        found.update({each["name"].rsplit("-", 1)[0]: each["state"]["name"] for each in ended})
+        return len(ended) == 4
+
+    until(known, 60)
+    return found
 
 
 def asked(api: str, what: str, **body: object) -> list[dict]:
