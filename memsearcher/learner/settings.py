@@ -47,7 +47,7 @@ class Settings:
     def for_deepspeed(self, bf16: bool) -> dict[str, object]:
         """DeepSpeed's configuration. Accumulation is ours: 1 here, and the learner sets the
         boundary by hand before each backward pass."""
-        # DeepSpeed 0.19.8's stage 0 in bfloat16 moved weights by 0.73 of Adam's first step (LOG.md).
+        # DeepSpeed 0.19.8's stage 0 in bfloat16 moved weights by 0.73 of Adam's first step.
         zero: dict[str, object] = {"stage": max(int(bf16), self.zero_stage)}
         if self.offload and zero["stage"]:
             zero["offload_optimizer"] = {"device": "cpu"}

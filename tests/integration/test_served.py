@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 import pytest
 from plumbing import environment, living, measured, run, server, toy, until
 
@@ -97,9 +98,10 @@ def _runs(api: str, kind: str) -> list[dict]:
 
 
 def _others(root: Path, served_by: int) -> list[str]:
-    """Without the serving process and what multiprocessing keeps running beside it."""
-    others = [each for each in living(root) if not each.startswith(f"{served_by} ")]
-    return [each for each in others if "resource_tracker" not in each]
+    """Without the serving process and the resource tracker that multiprocessing keeps beside it."""
+    beside = psutil.Process(served_by).children()
+    own = {served_by, *(p.pid for p in beside if "resource_tracker" in " ".join(p.cmdline()))}
+    return [each for each in living(root) if int(each.partition(" ")[0]) not in own]
 
 
 BASE = ("policies=memsearcher-base", "~policies.untrained")
