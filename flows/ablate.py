@@ -27,7 +27,8 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 from yaml import safe_load
 
-from flows.pipeline import ends_in_a_line, only_one, pipeline
+from flows.lock import only_one
+from flows.pipeline import ends_in_a_line, pipeline
 from flows.workspace import compose, open_worktree
 from memsearcher import files, tracking
 from memsearcher.files import ROOT, BadInput

@@ -6,19 +6,15 @@ Needs no server: Prefect starts a temporary one, or uses the one of `make ui`. T
 those of `dvc repro`; this adds states, retries, logs, parallel stages and one MLflow parent run.
 """
 
-import json
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-from filelock import FileLock, Timeout
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -29,13 +25,13 @@ from prefect.tasks import Task
 
 from flows import artifacts
 from flows.graph import Node, Processes, StageFailed, fingerprints, nodes
+from flows.lock import only_one
 from memsearcher import tracking
 from memsearcher.files import ROOT, BadInput
 from memsearcher.params import load
 
 LIMITS = {"gpu": 1, "cpu": 1, "network": 2}  # stages side by side, by `meta: needs`
 FINAL = (2, 130, 137, 143)  # wrong input stays wrong, and who interrupts does not want a retry
-_holding = threading.local()
 
 
 RUNNER: Any = ThreadPoolTaskRunner(max_workers=64)  # Prefect's own types do not fit each other
@@ -120,41 +116,6 @@ def _tracked(root: Path) -> Iterator[tracking.Run]:
             del os.environ[tracking.PIPELINE]
         else:
             os.environ[tracking.PIPELINE] = before
-
-
-@contextmanager
-def only_one() -> Iterator[None]:
-    """The pipeline's lock, for a flow and the flows that it calls, whatever worktree they are in:
-    the machine is one. It is the kernel's: a dead holder holds nothing."""
-    if getattr(_holding, "it", False):
-        yield
-        return
-    folder = ROOT / "work"
-    folder.mkdir(exist_ok=True)
-    holder = folder / "pipeline.holder.json"
-    try:
-        with FileLock(folder / "pipeline.lock", timeout=0):
-            holder.write_text(json.dumps({"pid": os.getpid(), "since": time.time()}))
-            _holding.it = True
-            try:
-                yield
-            finally:
-                _holding.it = False
-                holder.unlink(missing_ok=True)
-    except Timeout:
-        raise BadInput(f"the pipeline is busy: {_describe(holder)}") from None
-
-
-def _describe(holder: Path) -> str:
-    if not holder.is_file():
-        return "a process that is starting or ending holds it"
-    said = json.loads(holder.read_text())
-    minutes = (time.time() - said["since"]) / 60
-    try:
-        command = " ".join(psutil.Process(said["pid"]).cmdline())
-    except psutil.NoSuchProcess:
-        command = "a process that is ending"
-    return f"process {said['pid']} ({command}) holds it since {minutes:.0f} min"
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from yaml import safe_dump, safe_load
 
 from flows.champion import ALIAS, Champion, Registry, Verdict, judge
 from flows.compose import composed
-from flows.pipeline import ends_in_a_line, only_one, pipeline
+from flows.lock import only_one
+from flows.pipeline import ends_in_a_line, pipeline
 from flows.workspace import compose, dvc, git, open_worktree
 from memsearcher import files, params, tracking
 from memsearcher.files import ROOT

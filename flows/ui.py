@@ -17,7 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import httpx
+import psutil
+
 from flows import API_URL, MLFLOW_URL
+from flows.lock import only_one
 from memsearcher import files
 from memsearcher.files import ROOT, BadInput
 
@@ -62,6 +66,7 @@ def serve() -> int:
         ):
             with files.atomic_write(path) as f:
                 f.write(url)
+        close_dead_runs(f"http://{HOST}:{PREFECT_PORT}/api")
         _register(logs / "deploy.log")
         started["worker"] = _start(WORKER, logs / "worker.log")
         print(f"worker   runs the deployments of {ROOT / 'prefect.yaml'}", flush=True)
@@ -108,6 +113,24 @@ def _register(log: Path) -> None:
                 raise BadInput(f"prefect {words[0]} failed; see {log}")
 
 
+def close_dead_runs(api: str) -> None:
+    """What still counts as running although no flow holds the pipeline's lock died with an earlier
+    server, and would keep its deployment's only place for ever."""
+    try:
+        with only_one():
+            state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+            asked = {"flow_runs": {"state": state}}
+            dead = httpx.post(f"{api}/flow_runs/filter", json=asked, timeout=60)
+            for run in dead.raise_for_status().json():
+                why = {"type": "CRASHED", "message": "its process ended with an earlier server"}
+                words = {"state": why, "force": True}
+                url = f"{api}/flow_runs/{run['id']}/set_state"
+                httpx.post(url, json=words, timeout=60).raise_for_status()
+                print(f"crashed  {run['name']}, which an earlier server left behind", flush=True)
+    except BadInput:  # a flow in another terminal works
+        return
+
+
 def _require_free(name: str, port: int) -> None:
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,18 +153,18 @@ def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 300
 
 
 def _end(started: Processes) -> None:
-    """The worker first: the flow run in its group ends its stages and tells Prefect. An idle worker
-    would go on for up to 15 s, hence the SIGKILL; stages die with their flow in any case."""
-    worker = [started[name] for name in started if name == "worker"]
-    for processes in (worker, [each for each in started.values() if each not in worker]):
-        for number, grace_s in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
-            end = time.monotonic() + grace_s
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(0.0, end - time.monotonic()))
+    """The worker first, with the flow run in its group, which ends its stages and tells Prefect. A
+    worker without one would go on for up to 15 s for nothing, hence its SIGKILL."""
+    for name in ("worker", *SERVERS):
+        if name not in started or started[name].poll() is not None:
+            continue
+        leader = psutil.Process(started[name].pid)
+        members = [leader, *leader.children()]
+        patience_s = 20 if name == "worker" and len(members) > 1 else 5
+        for number, grace_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5)):
+            with suppress(ProcessLookupError):
+                os.killpg(leader.pid, number)
+            psutil.wait_procs(members, timeout=grace_s)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -170,5 +170,9 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(root: Path, api: str, shell: 
     while any("stages." in each or " dvc " in each for each in living(root)):
         assert time.monotonic() < end, living(root)
         time.sleep(0.5)
+    close = f"from flows.ui import close_dead_runs; close_dead_runs({api!r})"  # as `make ui` does
+    subprocess.run([sys.executable, "-c", close], cwd=root, env=environment(root), check=True)
+    (latest,) = asked(api, "flow_runs", sort="START_TIME_DESC", limit=1)
+    assert latest["state_type"] == "CRASHED"  # or its deployment never ran again
     done = run(root, "flows.pipeline", PREFECT_API_URL=api)
     assert done.returncode == 0, done.stdout
