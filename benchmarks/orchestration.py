@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 import httpx
 import yaml
+from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -35,7 +36,7 @@ REPEATS = 5
 STEPS = 2000  # calls of `Run.metrics` that are timed together
 SERVE = "from flows.pipeline import pipeline; pipeline.serve(name='each-minute', interval=60)"
 
-
+VICTIMS = ("stage", "dvc", "flow", "worker", "prefect", "mlflow")
 TIMELESS = (
     *("data/questions/*.jsonl", "models/*/*/*.safetensors"),
     "results/evaluate/*/predictions.jsonl",
@@ -68,7 +69,8 @@ def server(root: Path, kind: str) -> Iterator[tuple[subprocess.Popen, str]]:
         words, health = ("prefect", "server", "start"), "/api/health"
     else:
         store = ("--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}")
-        settings, words, health = {}, ("mlflow", "server", "--workers", "1", *store), "/health"
+        settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight idle processes
+        words, health = ("mlflow", "server", "--workers", "1", *store), "/health"
     with plumbing.server(root, *words, health=health, **settings) as (process, url):
         yield process, url + health.removesuffix("/health")
 
@@ -142,11 +144,11 @@ def _asked(api: str, what: str, **body: object) -> list[dict]:
     return httpx.post(f"{api}/{what}", json=body, timeout=30).raise_for_status().json()
 
 
-def faults(root: Path) -> None:
+def faults(root: Path, victims: Sequence[str] = VICTIMS) -> None:
     """Each party is killed while `train` works; then the next flow run has to finish with the
     artifacts of an undisturbed run (those that hold no time)."""
     undisturbed = _artifacts(root)
-    for victim in ("stage", "dvc", "flow", "worker", "prefect", "mlflow"):
+    for victim in victims:
         began = time.monotonic()
         with server(root, "prefect") as (prefect, api), server(root, "mlflow") as (mlflow, uri):
             known = {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": uri}
@@ -167,7 +169,7 @@ def faults(root: Path) -> None:
             end(found, signal.SIGKILL)
             started.wait(timeout=900)
             if victim == "worker":  # the flow that it started goes on
-                until(lambda: _stage("prefect.engine", root) is None, 900)
+                until(lambda: _nobody_holds(root / "work" / "pipeline.lock"), 900)
         until(lambda: not [each for each in living(root) if "stages." in each], 60)
         done = run(root, "flows.pipeline", timeout_s=1800)
         assert done.returncode == 0, done.stdout[-3000:]
@@ -185,6 +187,14 @@ def _flow(root: Path, served: bool, known: dict[str, str]) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def _nobody_holds(lock: Path) -> bool:
+    try:
+        with FileLock(lock, timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 def _stage(word: str, root: Path) -> int | None:
@@ -221,11 +231,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", choices=("overhead", "interval", "faults"), nargs="+")
+    parser.add_argument("--victims", choices=VICTIMS, default=VICTIMS, nargs="+")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = smoke(Path(folder).resolve())
         for what in arguments.what:
-            {"overhead": overhead, "interval": interval, "faults": faults}[what](root)
+            if what == "faults":
+                faults(root, arguments.victims)
+            else:
+                {"overhead": overhead, "interval": interval}[what](root)
 
 
 if __name__ == "__main__":

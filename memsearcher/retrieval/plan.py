@@ -56,7 +56,7 @@ class Plan:
 
 
 def index_bytes(kind: IndexKind, ntotal: int, dim: int, nlist: int) -> int:
-    """Size of an index, on disk and in memory.
+    """What every search reads of an index, hence what has to fit in memory.
 
     >>> [round(index_bytes(k, 21_015_324, 768, 4096) / 1e9, 1) for k in ("flat", "fp16", "ivf_sq8")]
     [64.6, 32.3, 16.3]
@@ -65,24 +65,30 @@ def index_bytes(kind: IndexKind, ntotal: int, dim: int, nlist: int) -> int:
     return ntotal * each + (4 * dim * nlist if kind == "ivf_sq8" else 0)
 
 
+def rescoring_bytes(kind: IndexKind, ntotal: int, dim: int) -> int:
+    """The fp16 vectors in an ivf_sq8 file; a search reads a few of them."""
+    return 2 * dim * ntotal if kind == "ivf_sq8" else 0
+
+
 def to_build(
     folder: Path, kind: IndexKind, counts: list[int], dim: int, nlist: int, sample: int
 ) -> Plan:
     """Shards are built one after the other in memory; `sample`: vectors that training sees."""
     total = sum(index_bytes(kind, count, dim, nlist) for count in counts)
-    largest = index_bytes(kind, max(counts), dim, nlist)
+    largest = index_bytes(kind, max(counts), dim, nlist) + rescoring_bytes(kind, max(counts), dim)
     memory = 0 if kind == "fp16" else largest + (4 * dim * sample if kind == "ivf_sq8" else 0)
+    size = total + rescoring_bytes(kind, sum(counts), dim)
     free = psutil.virtual_memory().available
     disk = shutil.disk_usage(folder).free
     return Plan(
-        "the index", kind, sum(counts), dim, total, memory, free, "memory to build it", total, disk
+        "the index", kind, sum(counts), dim, total, memory, free, "memory to build it", size, disk
     )
 
 
 def to_open(folder: Path, kind: IndexKind, ntotal: int, dim: int, files: list[Path]) -> Plan:
     """A mapped file needs no memory of its own, but one that does not fit is read from the disk
     again for every query."""
-    total = sum(path.stat().st_size for path in files)
+    total = sum(path.stat().st_size for path in files) - rescoring_bytes(kind, ntotal, dim)
     free, where = psutil.virtual_memory().available, "memory"
     if kind == "fp16":
         import torch

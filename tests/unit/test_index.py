@@ -78,14 +78,14 @@ def test_exact_search_is_done_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     assert [len(hits) for hits in index.search(queries[:1], 5000)] == [len(VECTORS)]
 
 
-def test_ivf_sq8_is_a_quarter_of_flat_and_finds_the_same(tmp_path: Path) -> None:
+def test_ivf_sq8_needs_a_quarter_of_flat_and_finds_the_same(tmp_path: Path) -> None:
     flat, ivf = (open_index(tmp_path / kind, kind) for kind in ("flat", "ivf_sq8"))
     queries = unit_vectors(200, seed=3)
     same = [
         len({p for p, _ in a} & {p for p, _ in b}) / 5
         for a, b in zip(flat.search(queries, 5), ivf.search(queries, 5), strict=True)
     ]
-    assert np.mean(same) > 0.97  # all lists are probed, so only the rounding to 8 bits is lost
+    assert np.mean(same) == 1  # all lists are probed, and what 8 bits confuse is scored again
     for index in (flat, ivf):
         m = index.manifest
         estimate = sum(plan.index_bytes(m.kind, n, DIM, 8) for n in SIZES)
@@ -93,12 +93,12 @@ def test_ivf_sq8_is_a_quarter_of_flat_and_finds_the_same(tmp_path: Path) -> None
 
 
 def test_shards_that_are_cut_or_missing_are_refused(tmp_path: Path) -> None:
-    broken: dict[IndexKind, str] = {"flat": "not a whole FAISS index", "ivf_sq8": r"\d+ bytes, its"}
-    for kind, message in broken.items():
+    kinds: tuple[IndexKind, ...] = ("flat", "ivf_sq8")
+    for kind in kinds:
         open_index(tmp_path / kind, kind)
         path = tmp_path / kind / "shard-2.faiss"
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(BadInput, match=rf"shard-2\.faiss: {message}"):
+        with pytest.raises(BadInput, match=r"shard-2\.faiss: not a whole FAISS index"):
             DenseIndex(tmp_path / kind)
     open_index(tmp_path / "fp16", "fp16")
     path = tmp_path / "fp16" / "shard-0.f16"
