@@ -318,7 +318,7 @@ def measure(data: Path | None, quick: bool, minutes: float) -> bool:
                     holds.append(same_hits(on[0], folder, questions))
                 urls = {"on": on[0], "off": off[0]}
                 holds += batching(urls, kind, questions, runs, each_s)
-                if kind == "encoder" or not quick:
+                if kind == "encoder":
                     holds += steady(*on, kind, questions, 30 if quick else 60 * minutes)
         holds += overload(folder, questions, 3 if quick else 20)
     return all(holds)
