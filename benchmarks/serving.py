@@ -305,7 +305,7 @@ def same_hits(url: str, folder: Path, questions: list[str]) -> bool:
 
 
 def measure(data: Path | None, quick: bool, minutes: float) -> bool:
-    runs, each_s = (3, 3.0) if quick else (7, 10.0)
+    runs, each_s = (3, 3.0) if quick else (5, 6.0)
     holds: list[bool] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
