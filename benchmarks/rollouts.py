@@ -237,9 +237,8 @@ async def agree(bench: Bench, engine: VllmEngine | None, tied: bool) -> None:
 
 
 async def prepare(quick: bool) -> Bench:
-    params = validate(
-        yaml.safe_load(composed(["engine.threads=1"]))
-    )  # a core each, like the client
+    # two cores: one for the engine core, one for this process
+    params = validate(yaml.safe_load(composed(["engine.threads=1"])))
     start = base_policy(params)
     agent = make_agent("memsearcher", params, Chat(start))
     bench = Bench(params, start, agent, quick)
