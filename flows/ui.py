@@ -153,8 +153,8 @@ def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 300
 
 
 def _end(started: Processes) -> None:
-    """The worker first, with the flow run in its group, which ends its stages (its last state may not
-    reach Prefect: see `close_dead_runs`). One without a flow gets 5 s: it would take up to 15."""
+    """The worker first, with the flow run in its group, which ends its stages (its last state may
+    not reach Prefect: see `close_dead_runs`). Without a flow it gets 5 s of the 15 it would take."""
     for name in ("worker", *SERVERS):
         if name not in started or started[name].poll() is not None:
             continue
