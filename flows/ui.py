@@ -154,7 +154,7 @@ def _answers(port: int, process: subprocess.Popen[bytes], timeout_s: float = 300
 
 def _end(started: Processes) -> None:
     """The worker first, with the flow run in its group, which ends its stages (its last state may
-    not reach Prefect: see `close_dead_runs`). Without a flow it gets 5 s of the 15 it would take."""
+    not reach Prefect: see `close_dead_runs`). An idle one would take up to 15 s, and gets 5."""
     for name in ("worker", *SERVERS):
         if name not in started or started[name].poll() is not None:
             continue
