@@ -83,7 +83,7 @@ def _task(node: Node, processes: Processes, room: threading.Semaphore) -> Task[[
         run,
         name=node.name,
         description=node.desc,
-        tags=[node.needs],
+        tags=[] if node.fresh else [node.needs],  # a server asks for room by tag, one by one
         retries=node.retries,
         retry_delay_seconds=5,
         retry_condition_fn=_worth_a_retry,
