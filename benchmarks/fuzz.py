@@ -162,7 +162,7 @@ def check(trajectory: Trajectory, said: list[int], chat: Chat, prompts: Prompts)
         return [i for i in ids if i in chat.control_ids]
 
     clean = [Passage("1", "a", "b")]
-    allowed = [controls(prompts.observation(clean, last=last)) for last in (False, True)]
+    allowed = [controls(prompts.observation(clean, last=last)[0]) for last in (False, True)]
     opening = controls(prompts.turn("q", "m", last=False))
     assert isinstance(trajectory.stop, StopReason)
     assert (trajectory.answer is not None) == (trajectory.stop is StopReason.ANSWERED)

@@ -56,6 +56,7 @@ class Turn:
     mask is True where the policy sampled the token, and the log-prob is 0.0 where it is False.
     Ids and log-probs are the engine's own: nothing here was ever re-encoded from text.
     `action_tokens`, `observation_tokens`, `memory_tokens` add up to len(response_ids).
+    `hits`: the passages that the observation had room for, the last perhaps in part.
     `roundtrip_misses`: sampled messages that would have other ids if their text was encoded again.
     """
 

@@ -101,14 +101,15 @@ class MemSearcher:
             found = (await search(parsed.query))[:k]
             context.clock("search", started)
         passages = None if found is None else [passage for _, passage in found]
-        context.put(self._prompts.observation(passages, parsed.call))
+        observation, read = self._prompts.observation(passages, parsed.call)
+        context.put(observation)
 
         text, stopped = await context.sample("memory", engine, ask("memory", self._memory_limit))
         after = self._kept(parse_memory(text, stopped))
         turn = replace(
             context.turn(action, memory),
             query=parsed.query,
-            hits=tuple(hit for hit, _ in found or ()),
+            hits=tuple(hit for hit, _ in (found or ())[:read]),
             bad_query=parsed.query is None,
         )
         if isinstance(after, StopReason):

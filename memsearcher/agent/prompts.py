@@ -156,7 +156,7 @@ class Prompts:
         self.memory_room = (  # what a memory message needs beyond the memory itself
             len(chat.trusted(f"<memory>{space}")) + len(chat.trusted(f"{space}</memory>")) + 1
         )
-        least = len(self.observation([], last=True))
+        least = len(self.observation([], last=True)[0])
         if least > params.max_observation_tokens:
             raise BadInput(
                 f"agent.max_observation_tokens: {params.max_observation_tokens} is less than the "
@@ -199,8 +199,9 @@ class Prompts:
 
     def observation(
         self, passages: Sequence[Passage] | None, call: str = "", *, last: bool = False
-    ) -> list[int]:
-        """What follows the action's end token, up to where the policy writes. None: a bad query.
+    ) -> tuple[list[int], int]:
+        """What follows the action's end token, up to where the policy writes, and how many of the
+        passages stand in it. None: a bad query.
 
         `call` is the model's own, which the release repeats; `last` (ReAct only) asks for the
         answer. Passages that do not fit are left out from the back; the one at the border keeps
@@ -221,10 +222,12 @@ class Prompts:
             behind = chat.trusted(words.call)
             repeated = chat.plain(call)[: max(0, budget - len(behind))] + behind
             head, budget = head + repeated, budget - len(repeated)
-        return head + (self._passages(passages, budget) if passages else instead) + tail
+        inside, read = self._passages(passages, budget) if passages else (instead, 0)
+        return head + inside + tail, read
 
-    def _passages(self, passages: Sequence[Passage], budget: int) -> list[int]:
+    def _passages(self, passages: Sequence[Passage], budget: int) -> tuple[list[int], int]:
         ids: list[int] = []
+        read = 0
         words, plain = self.words, self.chat.plain
         front, _, back = (words.passage_start + words.passage).partition("{title}")
         space, quoted = "" if back.endswith("\n") else " ", front.endswith('"')
@@ -236,11 +239,13 @@ class Prompts:
             left = budget - len(ids) - len(end)
             if len(title) + len(text) <= left:
                 ids += title + text + end
+                read = rank
                 continue
             if left > len(title):
                 ids += title + text[: left - len(title)] + end
+                read = rank
             break
-        return ids
+        return ids, read
 
     def _inside(self, text: str) -> str:
         return self.words.gap + text.strip()

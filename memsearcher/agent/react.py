@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from memsearcher.agent.chat import Chat
 from memsearcher.agent.context import Context, request
-from memsearcher.agent.contract import Search
+from memsearcher.agent.contract import Found, Search
 from memsearcher.agent.parsing import Answer, parse_action
 from memsearcher.agent.prompts import Prompts
 from memsearcher.engine.contract import Engine, Sampling
@@ -68,6 +68,7 @@ class ReAct:
                 stop = StopReason.MAX_TURNS
                 break
             number += 1
+            found: Found = []
             passages = None
             if parsed.query is None:
                 bad_query = True
@@ -77,11 +78,12 @@ class ReAct:
                 k = parsed.passages(self._k, self._params.release.max_k)
                 found = (await search(parsed.query))[:k]
                 context.clock("search", started)
-                hits += [hit for hit, _ in found]
                 passages = [passage for _, passage in found]
             room = self._params.max_context_tokens - len(context) - 2 * self._round
             last = number == max_turns or room < 0
-            context.put(self._prompts.observation(passages, last=last))
+            observation, read = self._prompts.observation(passages, last=last)
+            context.put(observation)
+            hits += [hit for hit, _ in found[:read]]
         talk = self._chat.decode(context.ids[: -1 if stopped else None])
         turn = replace(
             context.turn(talk, memory_before=""),

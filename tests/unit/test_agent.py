@@ -45,6 +45,19 @@ def _memsearcher(
     return _run(MemSearcher(params, chat, 2), engine, question, turns), engine
 
 
+@pytest.mark.parametrize("kind", [MemSearcher, ReAct])
+def test_a_passage_that_the_budget_left_out_is_no_hit(
+    chat: Chat, agent_params: AgentParams, question: Question, kind: type[MemSearcher | ReAct]
+) -> None:
+    script = [CALL, *(["<memory> m </memory>"] if kind is MemSearcher else []), ANSWER]
+    read = []
+    for budget in (agent_params.max_observation_tokens, 80):
+        params = replace(agent_params, max_observation_tokens=budget)
+        trajectory = _run(kind(params, chat, 2), ScriptedEngine(chat, script), question, 4)
+        read.append([hit.passage_id for hit in trajectory.turns[0].hits])
+    assert read == [["1", "2"], ["1"]]
+
+
 def test_two_turns_token_by_token(
     chat: Chat, agent_params: AgentParams, question: Question
 ) -> None:

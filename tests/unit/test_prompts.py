@@ -21,7 +21,7 @@ def test_compact_prompts_byte_by_byte(chat: Chat, agent_params: AgentParams) -> 
         "<|im_start|>user\n<question> Who? </question> <memory> </memory> Answer now.<|im_end|>\n"
         "<|im_start|>assistant\n<think>"
     )
-    assert chat.decode(prompts.observation(PASSAGES[3:5])) == (
+    assert chat.decode(prompts.observation(PASSAGES[3:5])[0]) == (
         "\n<|im_start|>user\n<tool_response> [1] Brost : Brost is a city in the north with a "
         "harbour and 40,000 people. [2] Ansel (river) : The Ansel is a river that rises in the "
         "Hollow Hills. </tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -33,7 +33,7 @@ def test_react_prompts_have_no_memory(chat: Chat, agent_params: AgentParams) -> 
     assert chat.decode(prompts.turn("Who?", "", last=False)) == (
         "<|im_start|>user\n<question> Who? </question><|im_end|>\n<|im_start|>assistant\n<think>"
     )
-    assert chat.decode(prompts.observation([], last=True)) == (
+    assert chat.decode(prompts.observation([], last=True)[0]) == (
         "\n<|im_start|>user\n<tool_response> no passages </tool_response> Answer now.<|im_end|>\n"
         "<|im_start|>assistant\n<think>"
     )
@@ -45,7 +45,7 @@ def test_full_prompts_explain_the_tool(chat: Chat, agent_params: AgentParams) ->
     text = chat.decode(prompts.turn("Who?", "m", last=True))
     assert text.startswith("<|im_start|>system\n")
     assert "<question>\nWho?\n</question>\n\n<memory>\nm\n</memory>\nThis is the last step" in text
-    seen = chat.decode(prompts.observation(PASSAGES[3:4]))
+    seen = chat.decode(prompts.observation(PASSAGES[3:4])[0])
     assert "[1] Brost\nBrost is a city" in seen
     assert "rewrite your memory" in seen
 
@@ -69,8 +69,8 @@ def test_others_words_never_become_control_tokens(
     def control(ids: list[int]) -> list[int]:
         return [i for i in ids if i in chat.control_ids]
 
-    forged = prompts.observation([forger])
-    assert control(forged) == control(prompts.observation([clean]))
+    forged, _ = prompts.observation([forger])
+    assert control(forged) == control(prompts.observation([clean])[0])
     assert " ".join(words.split()) in chat.decode(forged)
     turn = Prompts(chat, replace(params, max_question_tokens=500), kind).turn(
         words, words, last=False
@@ -82,13 +82,15 @@ def test_passages_are_cut_at_a_passage_first_and_keep_their_titles(
     chat: Chat, agent_params: AgentParams
 ) -> None:
     prompts = Prompts(chat, agent_params, "memsearcher")
-    least = len(prompts.observation([PASSAGES[0]]))
+    least = len(prompts.observation([PASSAGES[0]])[0])
 
     def seen(budget: int) -> str:
         tight = replace(agent_params, max_observation_tokens=budget)
-        ids = Prompts(chat, tight, "memsearcher").observation(PASSAGES[:3])
+        ids, read = Prompts(chat, tight, "memsearcher").observation(PASSAGES[:3])
         assert len(ids) <= budget
-        return chat.decode(ids).split("<tool_response>")[1].split("</tool_response>")[0]
+        text = chat.decode(ids).split("<tool_response>")[1].split("</tool_response>")[0]
+        assert read == text.count(" : ")
+        return text
 
     assert seen(least) == " [1] Tovin Bridge : " + PASSAGES[0].text + " "
     assert seen(least + 8) == seen(least)  # " [2] Marel :" does not fit

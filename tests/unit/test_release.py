@@ -194,7 +194,7 @@ def test_titles_with_quotes_stand_as_in_the_corpus(
     chat: Chat, agent_params: AgentParams, released: ReleaseTemplate
 ) -> None:
     prompts = Prompts(chat, replace(agent_params, release_template=released), "memsearcher")
-    seen = chat.decode(prompts.observation([Passage("1", 'The "Ox"', "A ship.")], "{}"))
+    seen = chat.decode(prompts.observation([Passage("1", 'The "Ox"', "A ship.")], "{}")[0])
     assert '<tool_response>{}\n"The ""Ox"""\nA ship.\n\n\n</tool_response>' in seen
 
 
@@ -203,9 +203,9 @@ def test_a_call_longer_than_the_observation_is_cut(
 ) -> None:
     prompts = Prompts(chat, replace(agent_params, release_template=released), "memsearcher")
     for passages in ([Passage("1", "T", "x")], [], None):
-        seen = prompts.observation(passages, "y" * 9_999)
+        seen, _ = prompts.observation(passages, "y" * 9_999)
         assert len(seen) == agent_params.max_observation_tokens
-        assert chat.control_ids.isdisjoint(prompts.observation(passages, "<|im_end|>")[9:20])
+        assert chat.control_ids.isdisjoint(prompts.observation(passages, "<|im_end|>")[0][9:20])
 
 
 def test_the_control_has_no_words_of_the_release(
@@ -234,7 +234,8 @@ def test_d4_the_model_chooses_k(
     max_k: int | None,
     shown: int,
 ) -> None:
-    params = replace(agent_params, release=replace(OURS, max_k=max_k), max_context_tokens=4000)
+    room = {"max_context_tokens": 4000, "max_observation_tokens": 900}  # of nine passages
+    params = replace(agent_params, release=replace(OURS, max_k=max_k), **room)
     script = [CALL.replace("4", asked), *([MEMORY] if kind is MemSearcher else []), ANSWER]
     trajectory, _, _ = play(kind(params, chat, 2), chat, question, script)
     assert len(trajectory.turns[0].hits) == shown
@@ -249,7 +250,7 @@ def test_d5_newlines_between_passages_are_two_characters(
     passages = [Passage("1", "A", "one"), Passage("2", "B", "two")]
 
     def seen(params: AgentParams) -> str:
-        return chat.decode(Prompts(chat, params, kind).observation(passages))  # type: ignore[arg-type]
+        return chat.decode(Prompts(chat, params, kind).observation(passages)[0])  # type: ignore[arg-type]
 
     assert "<tool_response>\n[1] A\none\n[2] B\ntwo\n</tool_response>" in seen(params)
     params = replace(params, release=replace(OURS, escaped_newlines=True))
