@@ -123,6 +123,7 @@ def ends_in_a_line() -> Iterator[None]:
     """For `main` of a flow: what went wrong as one line, and the stage's own exit code."""
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & leaves it ignored
     try:
         yield
     except BadInput as e:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import httpx
 import psutil
 
 from flows import API_URL, MLFLOW_URL
@@ -116,17 +115,19 @@ def _register(log: Path) -> None:
 def close_dead_runs(api: str) -> None:
     """What still counts as running although no flow holds the pipeline's lock died with an earlier
     server, and would keep its deployment's only place for ever."""
+    from prefect.client import orchestration
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import State, StateType
+    from prefect.states import Crashed
+
+    alive = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+    wanted = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=alive))
     try:
-        with only_one():
-            state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
-            asked = {"flow_runs": {"state": state}}
-            dead = httpx.post(f"{api}/flow_runs/filter", json=asked, timeout=60)
-            for run in dead.raise_for_status().json():
-                why = {"type": "CRASHED", "message": "its process ended with an earlier server"}
-                words = {"state": why, "force": True}
-                url = f"{api}/flow_runs/{run['id']}/set_state"
-                httpx.post(url, json=words, timeout=60).raise_for_status()
-                print(f"crashed  {run['name']}, which an earlier server left behind", flush=True)
+        with only_one(), orchestration.SyncPrefectClient(api) as client:  # repeats what gets a 503
+            for run in client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(state=wanted)):
+                why: State = Crashed(message="its process ended with an earlier server")
+                client.set_flow_run_state(run.id, why, force=True)
+                print(f"crashed  {run.name}, which an earlier server left behind", flush=True)
     except BadInput:  # a flow in another terminal works
         return
 
