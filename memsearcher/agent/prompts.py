@@ -227,7 +227,6 @@ class Prompts:
 
     def _passages(self, passages: Sequence[Passage], budget: int) -> tuple[list[int], int]:
         ids: list[int] = []
-        read = 0
         words, plain = self.words, self.chat.plain
         front, _, back = (words.passage_start + words.passage).partition("{title}")
         space, quoted = "" if back.endswith("\n") else " ", front.endswith('"')
@@ -237,15 +236,13 @@ class Prompts:
             title = plain(front.format(rank=rank) + name + back)
             text = plain(space + " ".join(passage.text.split()))
             left = budget - len(ids) - len(end)
-            if len(title) + len(text) <= left:
-                ids += title + text + end
-                read = rank
-                continue
-            if left > len(title):
-                ids += title + text[: left - len(title)] + end
-                read = rank
-            break
-        return ids, read
+            whole = len(title) + len(text) <= left
+            if not whole and left <= len(title):
+                return ids, rank - 1
+            ids += title + text[: left - len(title)] + end
+            if not whole:
+                return ids, rank
+        return ids, len(passages)
 
     def _inside(self, text: str) -> str:
         return self.words.gap + text.strip()
