@@ -14,8 +14,8 @@ def evidence(
 ) -> dict[str, bool | int | None]:
     """None where the question gives nothing to look for.
 
-    gold_retrieved: every supporting title was returned by some search; where titles are not known,
-    some returned passage holds a gold answer. gold_kept: the memory that the last turn read holds a
+    gold_retrieved: every supporting title was found and read (`Turn.hits`); where titles are not
+    known, some passage that was read holds a gold answer. gold_kept: the memory that the last turn read holds a
     gold answer (for yes/no questions every supporting fact); a policy that keeps its whole history
     keeps what it retrieved. facts_written, facts_lost: gold answers, supporting facts and titles
     that were in a memory at the start of a rewrite, and those of them that the rewrite lost.
