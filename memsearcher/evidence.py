@@ -15,10 +15,10 @@ def evidence(
     """None where the question gives nothing to look for.
 
     gold_retrieved: every supporting title was found and read (`Turn.hits`); where titles are not
-    known, some passage that was read holds a gold answer. gold_kept: the memory that the last turn read holds a
-    gold answer (for yes/no questions every supporting fact); a policy that keeps its whole history
-    keeps what it retrieved. facts_written, facts_lost: gold answers, supporting facts and titles
-    that were in a memory at the start of a rewrite, and those of them that the rewrite lost.
+    known, some passage that was read holds a gold answer. gold_kept: the memory that the last turn
+    read holds a gold answer (for yes/no questions every supporting fact); a policy that keeps its
+    whole history keeps what it retrieved. facts_written, facts_lost: gold answers, supporting facts
+    and titles that were in a memory at the start of a rewrite, and those that the rewrite lost.
     """
     question = trajectory.question
     plan = question.metadata.get("plan")
