@@ -273,6 +273,7 @@ class Train:
     temperature: float = Field(gt=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(ge=0)
+    dtype: Literal["bfloat16", "float32"] | None  # null: bfloat16 on a GPU, float32 without one
     ranks: int = Field(ge=1)
     zero_stage: Literal[0, 1, 2, 3]
     offload: bool
@@ -283,7 +284,7 @@ class Train:
     eval_every: int = Field(ge=0)  # 0: no dev evaluation during training
     dev_questions: int = Field(ge=1)
     max_failed_share: float = Field(ge=0, le=1)
-    probe_bound: float = Field(gt=0)  # max |Δ log-prob| between engine and learner after an update
+    probe_bound: float = Field(gt=0)  # mean |Δ log-prob| of engine and learner after an update
     stop_loss: StopLoss
 
 

@@ -211,7 +211,9 @@ def _room(job: Job, start: Path) -> None:
     from memsearcher.learner.checkpoint import most_bytes
 
     weights = sum(p.stat().st_size for p in start.glob("*.safetensors"))
-    needed = most_bytes(weights, job.params.train.keep_checkpoints, torch.cuda.is_available())
+    t = job.params.train
+    bf16 = t.dtype == "bfloat16" or (t.dtype is None and torch.cuda.is_available())
+    needed = most_bytes(weights, t.keep_checkpoints, bf16)
     files.require_room(job.work, needed, f"{job.label}: checkpoints and exports")
     job.say(f"checkpoints and exports take up to {needed / 2**20:,.0f} MiB")
 

@@ -115,6 +115,7 @@ class Learner:
             if figures[-1]["skipped"]:
                 self._skipped(rows, figures[-1])
         self.weight_version += 1
+        torch.cuda.empty_cache()  # an engine that shares the GPU wakes next; nothing on a CPU
         ended = time.monotonic()
         result: dict[str, float] = {"loss": 0.0}  # what an empty batch has
         for name in dict.fromkeys(name for f in figures for name in f if name != "skipped"):
@@ -238,10 +239,10 @@ class Learner:
     @_together
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder, on rank 0; reloaded once to see that it can be."""
-        state = {
-            name: parameter.detach().to("cpu", copy=True).contiguous()
-            for name, parameter in self._weights()
-        }
+        state = {}
+        for name, parameter in self._weights():  # the gathering is collective, the copy is not
+            if self.ranks.rank == 0:
+                state[name] = parameter.detach().to("cpu", copy=True).contiguous()
         if self.ranks.rank == 0:
             save_policy(state, self.settings.folder, folder, self._dtype)
 

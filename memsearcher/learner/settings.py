@@ -42,6 +42,7 @@ class Settings:
             gradient_checkpointing=train.gradient_checkpointing,
             run=run,
             dumps=dumps,
+            bf16=None if train.dtype is None else train.dtype == "bfloat16",
         )
 
     def for_deepspeed(self, bf16: bool) -> dict[str, object]:
@@ -53,7 +54,10 @@ class Settings:
             zero["offload_optimizer"] = {"device": "cpu"}
             if self.zero_stage == 3:
                 zero["offload_param"] = {"device": "cpu"}
+        # Otherwise micro-batches are summed in bfloat16, and their number changes the gradient.
+        sums = {"data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}
         return {
+            **sums,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.max_grad_norm,

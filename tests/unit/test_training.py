@@ -69,10 +69,10 @@ def test_both_end_together() -> None:
 
 
 class Off:
-    """An engine and a learner that differ by `gap` in every log-prob."""
+    """An engine and a learner that differ by gaps[k] in each log-prob after prompt [k]."""
 
-    def __init__(self, gap: float) -> None:
-        self.gap = gap
+    def __init__(self, *gaps: float) -> None:
+        self.gaps = gaps
         self.asked: list[Sampling] = []
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
@@ -80,17 +80,19 @@ class Off:
         return Completion([5, 6], [-1.0, -2.0], False, 0)
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        return [[value + self.gap for value in row.sampler_logprobs] for row in rows]
+        return [[value + self.gaps[r.ids[0]] for value in r.sampler_logprobs] for r in rows]
 
 
 def test_the_probe_asks_for_the_whole_distribution_and_stops_past_its_bound() -> None:
     cut = Sampling(8, temperature=0.6, top_p=0.9, top_k=5, constrained=True)
-    near, far = Off(1e-5), Off(float("nan"))
-    gap = asyncio.run(probe(near, near, [[1], [2]], cut, 1e-4))  # type: ignore[arg-type]
-    assert gap == pytest.approx(1e-5)
-    assert near.asked == [Sampling(8, temperature=0.6, seed=n) for n in range(2)]
-    with pytest.raises(WeightsDiffer, match=r"differ by nan .*probe_bound is 0\.0001"):
-        asyncio.run(probe(far, far, [[1]], cut, 1e-4))  # type: ignore[arg-type]
+    near = Off(1e-5, -2e-5, 0.0)
+    gap = asyncio.run(probe(near, near, [[0], [1], [2]], cut, 1e-4))  # type: ignore[arg-type]
+    assert gap == pytest.approx(2e-5)  # of the worst prompt: one stale prefix is enough
+    assert near.asked == [Sampling(8, temperature=0.6, seed=n) for n in range(3)]
+    for gaps, said in (((0.0, 0.3), "0.3"), ((0.0, float("nan")), "nan")):
+        far = Off(*gaps)
+        with pytest.raises(WeightsDiffer, match=rf"differ by {said} .*probe_bound is 0\.0001"):
+            asyncio.run(probe(far, far, [[0], [1]], cut, 1e-4))  # type: ignore[arg-type]
 
 
 class Watched(InProcessEngine):
