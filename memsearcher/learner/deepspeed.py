@@ -72,6 +72,8 @@ class Learner:
             )
         model = LogProbs(policy, settings.temperature)
         self.tied, self.vocabulary = model.tied, model.vocabulary
+        for parameter in policy.get_output_embeddings().parameters():  # ZeRO 3 gathers it once
+            deepspeed.zero.register_external_parameter(model, parameter)
         self._finite = torch.ones((), device=ranks.device)
         for parameter in model.parameters():
             parameter.register_hook(self._watch)

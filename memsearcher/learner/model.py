@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memsearcher import files
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LOGITS_BYTES = {"cpu": 2**26, "cuda": 2**28}  # float32 logits that stand at once
+
+
 class LogProbs(torch.nn.Module):
     """The policy with a head that returns what the loss needs. One module, so that DeepSpeed sees
     one forward pass; the Hugging Face model is `policy`."""
@@ -24,6 +28,7 @@ class LogProbs(torch.nn.Module):
         super().__init__()
         self.policy = policy
         self.temperature = temperature
+        self.logits_bytes: int | None = None  # None: LOGITS_BYTES
         self.vocabulary = int(policy.config.vocab_size)
         self.tied = policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
 
@@ -40,31 +45,38 @@ class LogProbs(torch.nn.Module):
             vocabulary=self.vocabulary,
             temperature=self.temperature,
             entropy_grad=entropy_grad,
+            logits_bytes=self.logits_bytes or LOGITS_BYTES[hidden.device.type],
         )
 
 
 def chunked_logprobs(
     hidden: Tensor,
-    head: torch.nn.Module,
+    head: torch.nn.Linear,
     ids: Tensor,
     *,
     vocabulary: int,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    logits_bytes: int = 2**26,
+    logits_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """`grpo.token_logprobs` of (N, D) hidden states, in chunks of tokens whose float32 logits take
     `logits_bytes` at most and which are recomputed in the backward pass: (N, V) float32 logits
-    never stand in memory."""
+    never stand in memory. Their gradients of the head are added in float32 at least: in bfloat16
+    the number of chunks would show in the sum."""
+    size = max(1, logits_bytes // (4 * vocabulary))
+    again = torch.is_grad_enabled() and len(ids) > size
+    weight, narrow = head.weight, head.weight.dtype
+    if again:
+        weight = weight.to(torch.promote_types(narrow, torch.float32))
 
     def chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = token_logprobs(head(h), target, temperature)
+        logits = functional.linear(h, weight.to(narrow), head.bias)
+        logprobs, entropy = token_logprobs(logits, target, temperature)
         return logprobs, entropy if entropy_grad else entropy.detach()
 
-    size = max(1, logits_bytes // (4 * vocabulary))
     parts = []
     for h, target in zip(hidden.split(size), ids.split(size), strict=True):
-        if torch.is_grad_enabled() and len(ids) > size:
+        if again:
             parts.append(checkpoint(chunk, h, target, use_reentrant=False))
         else:
             parts.append(chunk(h, target))

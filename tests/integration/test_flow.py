@@ -26,17 +26,21 @@ def root(tmp_path: Path) -> Path:
 def states(api: str) -> dict[str, str]:
     """Last state of each of the four tasks of the latest flow run, which has completed. The server
     hears of tasks by events: it may know their last states some time after the flow's."""
-    (latest,) = asked(api, "flow_runs", sort="START_TIME_DESC", limit=1)
     found: dict[str, str] = {}
 
     def known() -> bool:
-        tasks = asked(api, "task_runs", flow_runs={"id": {"any_": [latest["id"]]}})
-        ended = [each for each in tasks if (each["state"] or {}).get("type") == "COMPLETED"]
+        ended = [each for each in tasks(api) if (each["state"] or {}).get("type") == "COMPLETED"]
         found.update({each["name"].rsplit("-", 1)[0]: each["state"]["name"] for each in ended})
         return len(ended) == 4
 
     until(known, 60)
     return found
+
+
+def tasks(api: str) -> list[dict]:
+    """Those of the latest flow run."""
+    (latest,) = asked(api, "flow_runs", sort="START_TIME_DESC", limit=1)
+    return asked(api, "task_runs", flow_runs={"id": {"any_": [latest["id"]]}})
 
 
 def asked(api: str, what: str, **body: object) -> list[dict]:
@@ -72,6 +76,7 @@ def test_the_flow_runs_the_graph_and_then_nothing(root: Path, api: str) -> None:
     assert again.returncode == 0, again.stdout
     assert ran(root) == []
     assert states(api) == dict.fromkeys(("one", "two@memsearcher", "three", "four"), "Cached")
+    assert [each["tags"] for each in tasks(api)] == [[]] * 4  # a tag costs a wait of up to 2 s
 
     text = (root / "params.yaml").read_text()
     (root / "params.yaml").write_text(

@@ -27,6 +27,7 @@ from memsearcher.learner.settings import Settings
 pytestmark = pytest.mark.slow
 LOSS = PolicyLoss(kl_coef=0.1)
 BUDGETS = {1: 1000, 2: 60, 4: 26}  # accumulation at least: tokens a micro-batch
+FEW_LOGITS = 4 * 3 * VOCABULARY  # the head takes three tokens at a time
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,17 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     return state
 
 
-def step(folder: Path, ranks: Ranks, budget: int, zero: int, loss: PolicyLoss = LOSS) -> Learner:
+def step(
+    folder: Path,
+    ranks: Ranks,
+    budget: int,
+    zero: int,
+    loss: PolicyLoss = LOSS,
+    logits_bytes: int | None = None,
+) -> Learner:
     settings = Settings(folder, 1e-3, budget, reference=folder, zero_stage=zero, max_grad_norm=1e9)
     learner = Learner.open(settings, ranks)
+    learner.engine.module.logits_bytes = logits_bytes
     learner.update([eight_turns()], loss)
     return learner
 
@@ -62,7 +71,7 @@ def test_c12_accumulation_on_one_rank(policy, rule):
     assert max(g.abs().max() for g in expected.values()) > 1e-2
     for accumulation, budget in BUDGETS.items():
         for zero in (0, 1, 2, 3):
-            learner = step(policy, Ranks(1), budget, zero, loss)
+            learner = step(policy, Ranks(1), budget, zero, loss, FEW_LOGITS)
             assert len(learner._pack(eight_turns(), loss)) >= accumulation
             for name, gradient in gradients(learner).items():
                 worst = (gradient - expected[name]).abs().max().item()
@@ -162,6 +171,7 @@ def pair(folder: str, out: str) -> None:
             place = Path(folder)
             settings = Settings(place, 1e-3, budget, place, zero_stage=zero, max_grad_norm=1e9)
             learner = Learner(settings, ranks)
+            learner.engine.module.logits_bytes = FEW_LOGITS
             Learner.update.__wrapped__(learner, [eight_turns()], LOSS)
             gaps = [(g - alone[n]).abs().max().item() for n, g in gradients(learner).items()]
             cells[f"zero {zero}, accumulation {accumulation}"] = max(gaps)
