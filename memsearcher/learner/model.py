@@ -125,6 +125,7 @@ def save_policy(state: dict[str, Tensor], like: Path, folder: Path, dtype: torch
         if path.is_file() and not weights:
             shutil.copyfile(path, folder / path.name)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors keeps it from everybody else
     again = dict(load_policy(folder, dtype).named_parameters())
     wrong = [n for n, p in state.items() if n not in again or not torch.equal(p, again[n].data)]
     if wrong or len(again) != len(state):

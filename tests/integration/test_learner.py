@@ -118,6 +118,7 @@ def test_bfloat16_moves_as_far_as_float32(policy, tmp_path, zero):
     learner.export(tmp_path / "export")  # reads it back itself
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert (tmp_path / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
