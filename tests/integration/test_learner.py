@@ -312,12 +312,14 @@ def test_only_files_of_the_manifest_are_read(policy, tmp_path):
         learner.resume(tmp_path)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("option", ["offload", "gradient_checkpointing"])
-def test_where_the_optimiser_lives_and_what_is_recomputed_change_no_update(policy, option):
-    """Offload of ZeRO 2's optimiser; activations recomputed in the backward pass."""
+def test_where_things_live_and_what_is_recomputed_change_no_update(policy, option, zero, bf16):
+    """Offload of the optimiser, in ZeRO 3 of the weights too; activations recomputed."""
     made = []
     for on in (False, True):
-        settings = Settings(policy, 1e-3, 60, policy, zero_stage=2, **{option: on})
+        settings = Settings(policy, 1e-3, 60, policy, zero_stage=zero, bf16=bf16, **{option: on})
         learner = Learner.open(settings, Ranks(1))
         learner.update([eight_turns()], LOSS)
         made.append(weights(learner))
