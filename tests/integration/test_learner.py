@@ -1,6 +1,7 @@
 """The learner through DeepSpeed: C12, resuming, skipping, exporting, and that it learns."""
 
 import asyncio
+import itertools
 import json
 import socket
 import zlib
@@ -79,7 +80,8 @@ def test_c12_accumulation_on_one_rank(policy, rule):
 
 
 def test_c12_two_ranks_and_every_zero_stage(policy, tmp_path):
-    """All cells in one pair of processes; one rank, one micro-batch, ZeRO 0 is the yardstick."""
+    """All cells in one pair of processes, those of ZeRO 1 to 3 in bfloat16 too; one rank, one
+    micro-batch, ZeRO 0 and float32 is the yardstick."""
     torch.save(gradients(step(policy, Ranks(1), BUDGETS[1], 0)), tmp_path / "alone.pt")
     port = str(free_port())
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -91,8 +93,10 @@ def test_c12_two_ranks_and_every_zero_stage(policy, tmp_path):
         _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors[-3000:]
     cells = json.loads((tmp_path / "cells.json").read_text())
-    assert len(cells) == 12
+    half = {name: cells.pop(name) for name in list(cells) if "bfloat16" in name}
+    assert (len(cells), len(half)) == (12, 9)
     assert max(cells.values()) < 1e-6, cells
+    assert max(half.values()) < 2e-3, half  # of up to 0.086: a wrong factor would show
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -166,16 +170,17 @@ def free_port() -> int:
 def pair(folder: str, out: str) -> None:
     """One rank of two that both run the whole test, so that DeepSpeed's state can be gathered."""
     alone = torch.load(Path(out) / "alone.pt", weights_only=True)
-    ranks, cells = Ranks(2), {}
-    for zero in (0, 1, 2, 3):
-        for accumulation, budget in BUDGETS.items():
-            place = Path(folder)
-            settings = Settings(place, 1e-3, budget, place, zero_stage=zero, max_grad_norm=1e9)
-            learner = Learner(settings, ranks)
+    ranks, place, cells = Ranks(2), Path(folder), {}
+    for zero, (accumulation, budget) in itertools.product((0, 1, 2, 3), BUDGETS.items()):
+        for dtype in ("float32", "bfloat16") if zero else ("float32",):
+            half, wide = dtype == "bfloat16", {"zero_stage": zero, "max_grad_norm": 1e9}
+            learner = Learner(Settings(place, 1e-3, budget, place, bf16=half, **wide), ranks)
             learner.engine.module.logits_bytes = FEW_LOGITS
             Learner.update.__wrapped__(learner, [eight_turns()], LOSS)
-            gaps = [(g - alone[n]).abs().max().item() for n, g in gradients(learner).items()]
-            cells[f"zero {zero}, accumulation {accumulation}"] = max(gaps)
+            gaps = [
+                (g.float() - alone[n]).abs().max().item() for n, g in gradients(learner).items()
+            ]
+            cells[f"{dtype}, zero {zero}, accumulation {accumulation}"] = max(gaps)
     if ranks.rank == 0:
         (Path(out) / "cells.json").write_text(json.dumps(cells))
 
