@@ -19,6 +19,7 @@ from stages.frame import Job, Stage, main
 
 if TYPE_CHECKING:
     from memsearcher.learner.deepspeed import Learner
+    from memsearcher.learner.settings import Settings
     from memsearcher.steps import Parts, Rolled
     from memsearcher.training import Log, Record
 
@@ -63,7 +64,7 @@ async def _train(job: Job) -> None:
     entry = params.agents[job.item]  # type: ignore[index]
     start = policy_folder(params, entry.after if entry.init == "warmup" else None)
     settings = Settings.of(t, start, job.fingerprint, job.work / "skipped")
-    _room(job, start)
+    _room(job, settings)
     chat = Chat(start)
     check_vocabulary(start, chat.vocabulary)
     retriever = open_retriever(params)
@@ -204,16 +205,15 @@ def _publish(job: Job, learner: "Learner", log: "Log", rollouts: "Log") -> None:
     job.track.artifact(Path(f"results/train/{job.item}/summary.json"))
 
 
-def _room(job: Job, start: Path) -> None:
+def _room(job: Job, settings: "Settings") -> None:
     """States the disk use before the first step."""
     import torch
 
     from memsearcher.learner.checkpoint import most_bytes
 
-    weights = sum(p.stat().st_size for p in start.glob("*.safetensors"))
-    t = job.params.train
-    bf16 = t.dtype == "bfloat16" or (t.dtype is None and torch.cuda.is_available())
-    needed = most_bytes(weights, t.keep_checkpoints, bf16)
+    weights = sum(p.stat().st_size for p in settings.folder.glob("*.safetensors"))
+    bf16 = settings.dtype == torch.bfloat16
+    needed = most_bytes(weights, job.params.train.keep_checkpoints, bf16)
     files.require_room(job.work, needed, f"{job.label}: checkpoints and exports")
     job.say(f"checkpoints and exports take up to {needed / 2**20:,.0f} MiB")
 

@@ -63,15 +63,12 @@ class Learner:
         self.settings, self.ranks = settings, ranks
         self.updates = self.weight_version = self._skipped_in_row = 0
         self.lr_scale = 1.0
-        bf16 = ranks.device.type == "cuda" if settings.bf16 is None else settings.bf16
-        self._dtype = torch.bfloat16 if bf16 else torch.float32
-        policy = load_policy(settings.folder, self._dtype)
+        policy = load_policy(settings.folder, settings.dtype)
         if settings.gradient_checkpointing:
             policy.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
         model = LogProbs(policy, settings.temperature)
-        self.tied, self.vocabulary = model.tied, model.vocabulary
         for parameter in policy.get_output_embeddings().parameters():  # ZeRO 3 gathers it once
             deepspeed.zero.register_external_parameter(model, parameter)
         self._finite = torch.ones((), device=ranks.device)
@@ -83,12 +80,12 @@ class Learner:
         self.engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
-            config=settings.for_deepspeed(bf16),
+            config=settings.for_deepspeed(),
             dist_init_required=False,
         )
         self.reference: LogProbs | None = None
         if settings.reference is not None:
-            frozen = load_policy(settings.reference, self._dtype).requires_grad_(False)
+            frozen = load_policy(settings.reference, settings.dtype).requires_grad_(False)
             self.reference = LogProbs(frozen, settings.temperature).to(ranks.device)
 
     def _watch(self, grad: Tensor) -> None:
@@ -135,8 +132,8 @@ class Learner:
 
     def _pack(self, rows: Sequence[Row], loss: Loss) -> list[TurnBatch]:
         top = max(max(r.ids) for r in rows)
-        if top >= self.vocabulary:
-            raise BadInput(f"token id {top} but the policy's vocabulary has {self.vocabulary}")
+        if top >= (known := self.engine.module.vocabulary):
+            raise BadInput(f"token id {top} but the policy's vocabulary has {known}")
         budget, ranks = self.settings.max_tokens_per_microbatch, self.ranks
         packed = pack(rows, loss, budget, rank=ranks.rank, world=ranks.world)
         return [batch.to(ranks.device) for batch in packed]
@@ -246,7 +243,7 @@ class Learner:
             if self.ranks.rank == 0:
                 state[name] = parameter.detach().to("cpu", copy=True).contiguous()
         if self.ranks.rank == 0:
-            save_policy(state, self.settings.folder, folder, self._dtype)
+            save_policy(state, self.settings.folder, folder, self.settings.dtype)
 
     def close(self) -> None:
         self.ranks.tell(("close", ()))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from memsearcher.params import Train
 
 
@@ -45,9 +47,15 @@ class Settings:
             bf16=None if train.dtype is None else train.dtype == "bfloat16",
         )
 
-    def for_deepspeed(self, bf16: bool) -> dict[str, object]:
+    @property
+    def dtype(self) -> torch.dtype:
+        bf16 = torch.cuda.is_available() if self.bf16 is None else self.bf16
+        return torch.bfloat16 if bf16 else torch.float32
+
+    def for_deepspeed(self) -> dict[str, object]:
         """DeepSpeed's configuration. Accumulation is ours: 1 here, and the learner sets the
         boundary by hand before each backward pass."""
+        bf16 = self.dtype == torch.bfloat16
         # DeepSpeed 0.19.8's stage 0 in bfloat16 moved weights by 0.73 of Adam's first step.
         zero: dict[str, object] = {"stage": max(int(bf16), self.zero_stage)}
         if self.offload and zero["stage"]:
